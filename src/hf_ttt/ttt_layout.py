@@ -1,0 +1,242 @@
+# Copyright 2026 The hf-ttt authors. Licensed under the Apache License, Version 2.0.
+"""Padding, packed documents and unfinished chunks ↔ aligned rows, in one place.
+
+An op of this package sees rows whose first token opens a chunk and whose chunks are full but for the last. A layout says
+how the tokens of a call, and those of unfinished chunks from before it, are arranged so: it is made once for a forward
+pass and used by each layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class RowGroup:
+    """Rows that update equally often: positions `start` to `start + rows * length` of the arranged tokens."""
+
+    start: int
+    rows: int
+    length: int
+    updates: int
+    state_rows: Tensor | None  # [rows] which rows of the state these are; None: all, in order
+
+
+@dataclass
+class TTTLayout:
+    """How tokens [B, T] become aligned rows.
+
+    Attributes:
+        batch, length: B and T of the call.
+        chunk_size: C.
+        rows: number of rows: B, or the number of documents.
+        return_state: whether full chunks all update; otherwise only those that a later token reads.
+        counts: tokens in the unfinished chunk of each row before the call; None without a state.
+        totals: counts plus the new tokens, per row; None where they are not known on the host.
+        groups: the rows by number of updates.
+        source: for each arranged position the token it holds: b T + t of a new token, B T + r C + s of slot s of row r's
+            unfinished chunk; None where the rows are the call's rows as they are.
+        valid: whether an arranged position holds a token.
+        target: for each token of the call the arranged position that holds it [B T].
+        real: whether a token of the call is not padding [B T].
+        tail: like `source`, for the slots of the unfinished chunks after the call [rows, C]; `tail_valid` likewise.
+        appended: where all tokens fit into their unfinished chunks: the real tokens, their rows and slots.
+    """
+
+    batch: int
+    length: int
+    chunk_size: int
+    rows: int
+    return_state: bool
+    counts: list[int] | None
+    totals: list[int] | None
+    groups: list[RowGroup]
+    source: Tensor | None = None
+    valid: Tensor | None = None
+    target: Tensor | None = None
+    real: Tensor | None = None
+    tail: Tensor | None = None
+    tail_valid: Tensor | None = None
+    appended: tuple[Tensor, Tensor, Tensor] | None = None
+
+    @property
+    def aligned(self) -> bool:
+        """Whether the rows are the call's rows, each with the same number of tokens in its unfinished chunk."""
+        return self.source is None
+
+    @property
+    def within_chunk(self) -> bool:
+        """Whether no new token follows an update that this call makes, so that all read the same state."""
+        return self.counts is not None and self.totals is not None and max(self.totals, default=0) <= self.chunk_size
+
+    def new_counts(self, device: torch.device) -> Tensor:
+        """Tokens in the unfinished chunk of each row after the call [rows]."""
+        return torch.tensor([total % self.chunk_size for total in self.totals], device=device)
+
+    def append(self, x: Tensor, slots: Tensor) -> Tensor:
+        """Write new tokens [B, T, H, D] behind those of unfinished chunks [rows, C, H, D] that have room, in place."""
+        if self.aligned:
+            slots[:, self.counts[0] : self.totals[0]] = x
+        else:
+            token, row, slot = self.appended
+            slots[row, slot] = x.flatten(0, 1)[token].to(slots.dtype)
+        return slots
+
+    def arrange(self, x: Tensor | None, pending: Tensor | None = None) -> Tensor | None:
+        """Tokens [B, T, H, D], after unfinished chunks [rows, C, H, D], as arranged positions [P, H, D]; zeros elsewhere."""
+        return None if x is None else _take(x, pending, self.source, self.valid)
+
+    def arrange_tail(self, x: Tensor | None, pending: Tensor | None = None) -> Tensor | None:
+        """The unfinished chunks [rows, C, H, D] after the call."""
+        return None if x is None else _take(x, pending, self.tail, self.tail_valid)
+
+    def restore(self, arranged: Tensor) -> Tensor:
+        """Arranged positions [P, H, D] → tokens [B, T, H, D]; zeros at padding."""
+        out = arranged.index_select(0, self.target).masked_fill(~self.real[:, None, None], 0)
+        return out.unflatten(0, (self.batch, self.length))
+
+
+def _take(x: Tensor, pending: Tensor | None, source: Tensor, valid: Tensor) -> Tensor:
+    flat = x.flatten(0, 1)
+    if pending is not None:
+        flat = torch.cat([flat, pending.flatten(0, 1).to(flat.dtype)])
+    elif flat.shape[0]:
+        source, valid = source.clamp(max=flat.shape[0] - 1), valid & (source < flat.shape[0])
+    else:
+        return x.new_zeros(*source.shape, *x.shape[2:])
+    taken = flat.index_select(0, source.flatten()).masked_fill(~valid.flatten()[:, None, None], 0)
+    return taken.unflatten(0, source.shape)
+
+
+def make_layout(
+    batch: int,
+    length: int,
+    chunk_size: int,
+    *,
+    attention_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    counts: list[int] | None = None,
+    has_state: bool = False,
+    return_state: bool = False,
+    device: torch.device | str = "cpu",
+) -> TTTLayout:
+    """The layout of a call.
+
+    Args:
+        batch, length: B and T of the call's tokens.
+        chunk_size: C.
+        attention_mask: [B, T], not zero at real tokens; None where all are real.
+        cu_seqlens: boundaries of packed documents in the flat tokens, from 0 to B·T; None without documents.
+        counts: tokens in the unfinished chunk of each row, for a state that has one.
+        has_state: whether a state is given, so that the rows do not share their weights.
+        return_state: whether a state is asked for.
+        device: where the tokens are.
+
+    A mask without state is arranged without looking at its values, so that it can be traced; documents and states need
+    their lengths on the host (one synchronisation).
+    """
+    if attention_mask is None and cu_seqlens is None and (counts is None or len(set(counts)) <= 1):
+        before = counts[0] if counts else 0
+        total = before + length
+        updates = total // chunk_size if return_state else max(total - 1, 0) // chunk_size
+        group = RowGroup(0, batch, total, updates, None)
+        return TTTLayout(batch, length, chunk_size, batch, return_state, counts, [total] * batch, [group])
+    token = torch.arange(batch * length, device=device)
+    if cu_seqlens is not None:
+        lengths, row, rank, real = _document_rows(cu_seqlens, token)
+    else:
+        mask = torch.ones(batch, length, device=device) if attention_mask is None else attention_mask
+        real = (mask != 0).flatten()
+        row = token // max(length, 1)
+        rank = (mask != 0).cumsum(1).flatten() - 1
+        if counts is None and not return_state:
+            return _masked_layout(batch, length, chunk_size, token, row, rank, real)
+        lengths = (mask != 0).sum(1).tolist()
+    rows = len(lengths)
+    counts = counts or ([0] * rows if has_state or return_state else None)
+    totals = [p + t for p, t in zip(counts or [0] * rows, lengths, strict=True)]
+    shared = not has_state and not return_state
+    groups, base = _group_rows(totals, chunk_size, return_state, shared, device)
+    size = sum(g.rows * g.length for g in groups)
+    layout = TTTLayout(batch, length, chunk_size, rows, return_state, counts, totals, groups)
+    before = torch.tensor(counts or [0] * rows, device=device)
+    base = torch.tensor(base, device=device, dtype=torch.long)
+    position = rank + (before[row] if rows else 0)
+    layout.real = real
+    layout.target = torch.where(real, (base[row] if rows else 0) + position, 0)
+    slots = torch.arange(chunk_size, device=device)
+    slot_token = batch * length + torch.arange(rows, device=device)[:, None] * chunk_size + slots
+    slot_real = slots < before[:, None]
+    source_of = lambda size, target, slot_target: _invert(  # noqa: E731
+        size, [(target, token, real), (slot_target, slot_token, slot_real)]
+    )
+    layout.source, layout.valid = source_of(size, layout.target, base[:, None] + slots)
+    if layout.within_chunk:
+        token = real.nonzero()[:, 0]
+        layout.appended = token, row[token], position[token]
+    if return_state:
+        done = torch.tensor([total - total % chunk_size for total in totals], device=device, dtype=torch.long)
+        first = torch.arange(rows, device=device) * chunk_size
+        new_slot, old_slot = position - (done[row] if rows else 0), slots - done[:, None]
+        real, slot_real = real & (new_slot >= 0), slot_real & (old_slot >= 0)
+        tail = _invert(
+            rows * chunk_size,
+            [((first[row] if rows else 0) + new_slot, token, real), (first[:, None] + old_slot, slot_token, slot_real)],
+        )
+        layout.tail, layout.tail_valid = (x.view(rows, chunk_size) for x in tail)
+    return layout
+
+
+def _document_rows(cu_seqlens: Tensor, token: Tensor) -> tuple[list[int], Tensor, Tensor, Tensor]:
+    starts = cu_seqlens.to(torch.long)
+    lengths = starts.diff().tolist()
+    row = torch.repeat_interleave(torch.arange(len(lengths), device=token.device), starts.diff())
+    return lengths, row, token - starts[row], torch.ones_like(token, dtype=torch.bool)
+
+
+def _masked_layout(batch, length, chunk_size, token, row, rank, real) -> TTTLayout:
+    """One row for each of the call's rows, real tokens first; shapes do not depend on the mask."""
+    group = RowGroup(0, batch, length, max(length - 1, 0) // chunk_size, None)
+    layout = TTTLayout(batch, length, chunk_size, batch, False, None, None, [group])
+    layout.real = real
+    layout.target = torch.where(real, row * length + rank, 0)
+    layout.source, layout.valid = _invert(batch * length, [(layout.target, token, real)])
+    return layout
+
+
+def _group_rows(totals: list[int], chunk_size: int, return_state: bool, shared: bool, device):
+    """Rows by number of updates, and where each row starts. Rows that never update and share the initial weights are
+    laid end to end in one row: nothing tells them apart."""
+    by_updates: dict[int, list[int]] = {}
+    for r, total in enumerate(totals):
+        updates = total // chunk_size if return_state else max(total - 1, 0) // chunk_size
+        by_updates.setdefault(updates, []).append(r)
+    groups, base, start = [], [0] * len(totals), 0
+    for updates, rows in sorted(by_updates.items()):
+        if updates == 0 and shared:
+            group = RowGroup(start, 1, sum(totals[r] for r in rows), 0, torch.tensor(rows[:1], device=device))
+            offset = start
+            for r in rows:
+                base[r], offset = offset, offset + totals[r]
+        else:
+            group = RowGroup(start, len(rows), max(totals[r] for r in rows), updates, torch.tensor(rows, device=device))
+            for i, r in enumerate(rows):
+                base[r] = start + i * group.length
+        groups.append(group)
+        start += group.rows * group.length
+    return groups, base
+
+
+def _invert(size: int, parts: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """source[target] = value where real; and which entries were written. One slot more takes what is not real."""
+    device = parts[0][0].device
+    source = torch.zeros(size + 1, dtype=torch.long, device=device)
+    valid = torch.zeros(size + 1, dtype=torch.bool, device=device)
+    for target, value, real in parts:
+        at = torch.where(real, target, size).flatten()
+        source = source.scatter(0, at, value.flatten())
+        valid = valid.scatter(0, at, real.flatten())
+    return source[:size], valid[:size]
