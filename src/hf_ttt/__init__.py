@@ -1,3 +1,43 @@
-from .ttt_ops import ttt_attention, ttt_read, ttt_update
+# Copyright 2026 The hf-ttt authors. Licensed under the Apache License, Version 2.0.
+"""Test-time-training (TTT) models for transformers: importing this package registers them with the Auto classes."""
+
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from .cache_ttt import TTTCache
+from .configuration_lact import LaCTConfig
+from .modeling_lact import LaCTForCausalLM, LaCTForSequenceClassification, LaCTModel
+from .ttt_ops import TTTInterface, ttt_attention, ttt_read, ttt_update
 from .ttt_rule import TTTRule
 from .ttt_state import TTTState, ttt_init
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LaCTConfig",
+    "LaCTForCausalLM",
+    "LaCTForSequenceClassification",
+    "LaCTModel",
+    "TTTCache",
+    "TTTInterface",
+    "TTTRule",
+    "TTTState",
+    "ttt_attention",
+    "ttt_init",
+    "ttt_read",
+    "ttt_update",
+]
+
+_MODELS = {
+    LaCTConfig: {
+        AutoModel: LaCTModel,
+        AutoModelForCausalLM: LaCTForCausalLM,
+        AutoModelForSequenceClassification: LaCTForSequenceClassification,
+    },
+}
+
+for _config, _classes in _MODELS.items():
+    AutoConfig.register(_config.model_type, _config, exist_ok=True)
+    _config.register_for_auto_class()
+    for _auto, _model in _classes.items():
+        _auto.register(_config, _model, exist_ok=True)
+        _model.register_for_auto_class(_auto.__name__)

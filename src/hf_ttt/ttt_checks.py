@@ -36,7 +36,9 @@ def _check_shape(name: str, x: Tensor, expected: tuple[int | tuple[int, ...] | N
         for size, want in zip(x.shape, expected, strict=True)
     )
     if not fits:
-        want = ", ".join("any" if e is None else " or ".join(map(str, e)) if isinstance(e, tuple) else str(e) for e in expected)
+        want = ", ".join(
+            "any" if e is None else " or ".join(map(str, e)) if isinstance(e, tuple) else str(e) for e in expected
+        )
         raise ValueError(f"{name} has shape {tuple(x.shape)}; expected {axes} = [{want}]")
 
 
@@ -47,7 +49,9 @@ def check_tokens(q: Tensor, k: Tensor, v: Tensor, lr0, lr1, lr2, momentum) -> No
     _check_shape("v", v, (*k.shape[:3], None), "[batch, tokens, heads, value width] with k's first three")
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not x.is_floating_point() or x.dtype != k.dtype:
-            raise ValueError(f"{name} has dtype {x.dtype}; expected one floating-point type for q, k and v ({k.dtype} in k)")
+            raise ValueError(
+                f"{name} has dtype {x.dtype}; expected one floating-point type for q, k and v ({k.dtype} in k)"
+            )
     for name, x, widths in (("lr0", lr0, (1, k.shape[3])), ("lr1", lr1, None), ("lr2", lr2, (1, k.shape[3]))):
         if x is not None:
             _check_shape(name, x, (*k.shape[:3], widths), "[batch, tokens, heads, 1 or width]")
@@ -59,7 +63,9 @@ def check_weights(q: Tensor, v: Tensor, lr1: Tensor | None, w0, w1: Tensor, w2, 
     """Shapes of the initial fast weights [H, out, in] or [rows, H, out, in] for these tokens and this rule."""
     heads, dk, dv = q.shape[2], q.shape[3], v.shape[3]
     if w1.dim() not in (3, 4):
-        raise ValueError(f"w1 has shape {tuple(w1.shape)}; expected [heads, value width, hidden width], or the same per row")
+        raise ValueError(
+            f"w1 has shape {tuple(w1.shape)}; expected [heads, value width, hidden width], or the same per row"
+        )
     dh = w1.shape[-1]
     lead = lambda w: (heads,) if w.dim() == 3 else (rows, heads)  # noqa: E731
     _check_shape("w1", w1, (*lead(w1), dv, dh), "[(rows,) heads, value width of v, hidden width]")
@@ -72,10 +78,14 @@ def check_weights(q: Tensor, v: Tensor, lr1: Tensor | None, w0, w1: Tensor, w2, 
     else:
         for name, w in (("w0", w0), ("w2", w2)):
             if w is None:
-                raise ValueError(f"{name} is None, but a 'swiglu' fast network needs it: [heads, hidden width, key width]")
+                raise ValueError(
+                    f"{name} is None, but a 'swiglu' fast network needs it: [heads, hidden width, key width]"
+                )
             _check_shape(name, w, (*lead(w), dh, dk), "[(rows,) heads, hidden width of w1, key width of k]")
     if lr1 is not None and lr1.shape[-1] not in (1, dh):
-        raise ValueError(f"lr1 has shape {tuple(lr1.shape)}; expected a last width of 1 or {dh}, the hidden width of w1")
+        raise ValueError(
+            f"lr1 has shape {tuple(lr1.shape)}; expected a last width of 1 or {dh}, the hidden width of w1"
+        )
 
 
 def check_rows(k: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
@@ -91,7 +101,9 @@ def check_rows(k: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor | No
     if cu_seqlens is None:
         return
     if batch != 1:
-        raise ValueError(f"cu_seqlens needs documents packed into one row, but k has a batch of {batch}: flatten it to 1")
+        raise ValueError(
+            f"cu_seqlens needs documents packed into one row, but k has a batch of {batch}: flatten it to 1"
+        )
     if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point() or cu_seqlens.shape[0] < 1:
         raise ValueError(
             f"cu_seqlens has shape {tuple(cu_seqlens.shape)} and dtype {cu_seqlens.dtype}; expected integers [documents + 1]"
@@ -101,7 +113,9 @@ def check_rows(k: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor | No
         if ends[0] != 0 or ends[-1] != length or any(a > b for a, b in zip(ends, ends[1:], strict=False)):
             raise ValueError(f"cu_seqlens is {ends}; expected boundaries that rise from 0 to {length}")
     if attention_mask is not None and has_values(attention_mask) and not bool(attention_mask.all()):
-        raise ValueError("attention_mask has zeros and cu_seqlens is given: pass packed documents without padding, or rows")
+        raise ValueError(
+            "attention_mask has zeros and cu_seqlens is given: pass packed documents without padding, or rows"
+        )
 
 
 def _check_padding_mask(mask: Tensor) -> None:
@@ -119,7 +133,9 @@ def check_values(lr0, lr1, lr2, momentum) -> None:
     """Rates at least 0 and momentum in [0, 1], none of them NaN."""
     for name, x in (("lr0", lr0), ("lr1", lr1), ("lr2", lr2)):
         if x is not None and has_values(x) and not bool((x >= 0).all()):
-            raise ValueError(f"{name} has a value that is negative or NaN (least: {x.min().item()}); rates must be at least 0")
+            raise ValueError(
+                f"{name} has a value that is negative or NaN (least: {x.min().item()}); rates must be at least 0"
+            )
     if momentum is not None and has_values(momentum) and not bool(((momentum >= 0) & (momentum <= 1)).all()):
         raise ValueError(
             f"momentum has a value outside [0, 1] or NaN (least {momentum.min().item()}, greatest {momentum.max().item()})"
@@ -131,7 +147,9 @@ def check_state(state: TTTState, rows: int, chunk_size: int, tokens: dict[str, T
     if state.batch_size != rows:
         raise ValueError(f"state has {state.batch_size} rows; expected {rows}, one per batch row or document")
     if rule.weight_norm != "none" and any(getattr(state, f"norm{i}") is None for i in rule.updated):
-        raise ValueError(f"state was made for another rule: it has no norms, which weight_norm={rule.weight_norm!r} needs")
+        raise ValueError(
+            f"state was made for another rule: it has no norms, which weight_norm={rule.weight_norm!r} needs"
+        )
     if rule.weight_norm == "pre" and any(getattr(state, f"main{i}") is None for i in rule.updated):
         raise ValueError("state was made for another rule: it has no main weights, which weight_norm='pre' needs")
     if state.k is None:
@@ -140,7 +158,9 @@ def check_state(state: TTTState, rows: int, chunk_size: int, tokens: dict[str, T
         slots = getattr(state, name)
         if (x is None) != (slots is None):
             came, had = ("is None", "has") if x is None else ("is given", "has no")
-            raise ValueError(f"{name} {came}, but the state's unfinished chunk {had} it: pass the same arguments in each call")
+            raise ValueError(
+                f"{name} {came}, but the state's unfinished chunk {had} it: pass the same arguments in each call"
+            )
         if x is not None and tuple(slots.shape[1:]) != (chunk_size, *x.shape[2:]):
             raise ValueError(
                 f"state's unfinished chunk holds {name} of [{', '.join(map(str, slots.shape[1:]))}] per row; expected "

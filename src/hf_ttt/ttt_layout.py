@@ -34,8 +34,8 @@ class TTTLayout:
         chunk_size: C.
         rows: number of rows: B, or the number of documents.
         return_state: whether full chunks all update; otherwise only those that a later token reads.
-        counts: tokens in the unfinished chunk of each row before the call; None without a state.
-        totals: counts plus the new tokens, per row; None where they are not known on the host.
+        before, total: for aligned rows, the tokens in the unfinished chunk of each row, without and with the new ones.
+        totals: the same with the new ones, per row, where rows differ and their lengths are known on the host.
         groups: the rows by number of updates.
         source: for each arranged position the token it holds: b T + t of a new token, B T + r C + s of slot s of row r's
             unfinished chunk; None where the rows are the call's rows as they are.
@@ -51,9 +51,11 @@ class TTTLayout:
     chunk_size: int
     rows: int
     return_state: bool
-    counts: list[int] | None
-    totals: list[int] | None
     groups: list[RowGroup]
+    has_counts: bool = False
+    before: int = 0
+    total: int = 0
+    totals: list[int] | None = None
     source: Tensor | None = None
     valid: Tensor | None = None
     target: Tensor | None = None
@@ -70,16 +72,25 @@ class TTTLayout:
     @property
     def within_chunk(self) -> bool:
         """Whether no new token follows an update that this call makes, so that all read the same state."""
-        return self.counts is not None and self.totals is not None and max(self.totals, default=0) <= self.chunk_size
+        if not self.has_counts:
+            return False
+        return (self.total if self.aligned else max(self.totals, default=0)) <= self.chunk_size
+
+    def full_rows(self) -> list[int]:
+        """Rows whose chunk is full after the call, where all tokens fit into the unfinished chunks."""
+        totals = [self.total] * self.rows if self.aligned else self.totals
+        return [row for row, total in enumerate(totals) if total == self.chunk_size]
 
     def new_counts(self, device: torch.device) -> Tensor:
         """Tokens in the unfinished chunk of each row after the call [rows]."""
-        return torch.tensor([total % self.chunk_size for total in self.totals], device=device)
+        if self.aligned:
+            return torch.full((self.rows,), self.total % self.chunk_size, device=device)
+        return torch.tensor([total % self.chunk_size for total in self.totals], device=device, dtype=torch.long)
 
     def append(self, x: Tensor, slots: Tensor) -> Tensor:
         """Write new tokens [B, T, H, D] behind those of unfinished chunks [rows, C, H, D] that have room, in place."""
         if self.aligned:
-            slots[:, self.counts[0] : self.totals[0]] = x
+            slots[:, self.before : self.total] = x
         else:
             token, row, slot = self.appended
             slots[row, slot] = x.flatten(0, 1)[token].to(slots.dtype)
@@ -143,7 +154,8 @@ def make_layout(
         total = before + length
         updates = total // chunk_size if return_state else max(total - 1, 0) // chunk_size
         group = RowGroup(0, batch, total, updates, None)
-        return TTTLayout(batch, length, chunk_size, batch, return_state, counts, [total] * batch, [group])
+        has_counts = counts is not None
+        return TTTLayout(batch, length, chunk_size, batch, return_state, [group], has_counts, before, total)
     token = torch.arange(batch * length, device=device)
     if cu_seqlens is not None:
         lengths, row, rank, real = _document_rows(cu_seqlens, token)
@@ -161,7 +173,7 @@ def make_layout(
     shared = not has_state and not return_state
     groups, base = _group_rows(totals, chunk_size, return_state, shared, device)
     size = sum(g.rows * g.length for g in groups)
-    layout = TTTLayout(batch, length, chunk_size, rows, return_state, counts, totals, groups)
+    layout = TTTLayout(batch, length, chunk_size, rows, return_state, groups, counts is not None, totals=totals)
     before = torch.tensor(counts or [0] * rows, device=device)
     base = torch.tensor(base, device=device, dtype=torch.long)
     position = rank + (before[row] if rows else 0)
@@ -200,7 +212,7 @@ def _document_rows(cu_seqlens: Tensor, token: Tensor) -> tuple[list[int], Tensor
 def _masked_layout(batch, length, chunk_size, token, row, rank, real) -> TTTLayout:
     """One row for each of the call's rows, real tokens first; shapes do not depend on the mask."""
     group = RowGroup(0, batch, length, max(length - 1, 0) // chunk_size, None)
-    layout = TTTLayout(batch, length, chunk_size, batch, False, None, None, [group])
+    layout = TTTLayout(batch, length, chunk_size, batch, False, [group])
     layout.real = real
     layout.target = torch.where(real, row * length + rank, 0)
     layout.source, layout.valid = _invert(batch * length, [(layout.target, token, real)])

@@ -195,7 +195,7 @@ def evaluate(
 
 
 def _evaluate_aligned(q, tokens, state: TTTState, layout: TTTLayout, rule, function):
-    before = layout.counts[0] if layout.counts else 0
+    before = layout.before
     if before:
         q = torch.cat([q.new_zeros(q.shape[0], before, *q.shape[2:]), q], 1)
         tokens = {
@@ -225,8 +225,10 @@ def _evaluate_arranged(q, tokens, state: TTTState, layout: TTTLayout, rule, func
         part = fast
         if rows is not None:
             part = FastWeights(*([None if w is None else w.index_select(0, rows) for w in kind] for kind in fast))
-        cut = lambda x, g=group: (  # noqa: E731
-            None if x is None else x[g.start : g.start + g.rows * g.length].unflatten(0, (g.rows, g.length))
+        cut = (
+            lambda x, g=group: (  # noqa: E731
+                None if x is None else x[g.start : g.start + g.rows * g.length].unflatten(0, (g.rows, g.length))
+            )
         )
         settings = {"chunk_size": layout.chunk_size, "updates": group.updates, "return_state": layout.return_state}
         out, part = function(cut(arranged_q), *map(cut, arranged.values()), part, rule=rule, **settings)
@@ -258,11 +260,11 @@ def _evaluate_within_chunk(q, tokens, state: TTTState, layout: TTTLayout, rule, 
             continue
         if slots is None:
             slots = x.new_zeros(layout.rows, layout.chunk_size, *x.shape[2:])
-        elif not in_place:
+        elif not in_place or slots.requires_grad:
             slots = slots.clone()
         pending[name] = layout.append(x, slots)
     state = replace(state, **pending, count=layout.new_counts(q.device))
-    full = [r for r, total in enumerate(layout.totals) if total == layout.chunk_size]
+    full = layout.full_rows()
     if len(full) == layout.rows:
         state = _update_pending(state, rule)
     elif full:

@@ -139,7 +139,9 @@ class _Parallel(torch.autograd.Function):
                 repeated[block.count] = _repeat(c0, block.count), _repeat(c2, block.count)
             r0, r2 = repeated[block.count]
             shape = (q.shape[0], block.count, q.shape[2])
-            g = gradient_forward(tokens.map(block.cut), [r0, _shape_of(w1, block), r2], rule, w1.dtype)[1].unflatten(0, shape)
+            g = gradient_forward(tokens.map(block.cut), [r0, _shape_of(w1, block), r2], rule, w1.dtype)[1].unflatten(
+                0, shape
+            )
             m = _block_momentum(momentum, block, rule)
             moments = _scan(_each_step(g, rule), m, buffer)
             update = _per_chunk(muon_forward(moments.flatten(0, 2), rule).view(moments.shape), rule)
@@ -194,7 +196,9 @@ class _Parallel(torch.autograd.Function):
             del kept[-2:]
             if block.count not in repeated:
                 static = [_repeat(w, block.count) for w in (w0, w2)]
-                repeated[block.count] = [None if w is None else w.to(q.dtype) for w in static] + [new(w) for w in static]
+                repeated[block.count] = [None if w is None else w.to(q.dtype) for w in static] + [
+                    new(w) for w in static
+                ]
             r0, r2, dr0, dr2 = repeated[block.count]
             works = _working(raws, w1, norm, block.first == 0, rule)
             draws = torch.zeros_like(works)

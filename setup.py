@@ -1,0 +1,44 @@
+"""Packaging of hf-ttt: a src layout, few base dependencies, and an extra for everything else."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+extras = {
+    "train": ["accelerate", "datasets", "evaluate"],
+    "peft": ["peft"],
+    "triton": ["triton; sys_platform == 'linux'"],
+}
+extras["all"] = extras["train"] + extras["peft"] + extras["triton"]
+extras["examples"] = extras["train"] + ["matplotlib", "pillow"]
+extras["test"] = ["mypy", "parameterized", "pillow", "psutil", "pytest", "pytest-xdist", "ruff"]
+
+setup(
+    name="hf-ttt",
+    version="0.1.0",
+    description="Test-time-training layers and models for transformers, with exact recurrent and parallel evaluation",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    author="The hf-ttt contributors",
+    license_expression="Apache-2.0",
+    license_files=["LICENSE"],
+    keywords=["test-time training", "linear attention", "transformers", "pytorch", "language model"],
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Science/Research",
+        "Operating System :: OS Independent",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
+    python_requires=">=3.11",
+    package_dir={"": "src"},
+    packages=find_packages("src"),
+    package_data={"hf_ttt": ["py.typed"]},
+    zip_safe=False,
+    install_requires=["torch>=2.7", "transformers>=5.18,<6", "huggingface-hub", "safetensors"],
+    extras_require=extras,
+)
