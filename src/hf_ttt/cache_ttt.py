@@ -91,7 +91,8 @@ class TTTCache(DynamicCache):
         Raises:
             ValueError: for any other cache.
         """
-        if isinstance(cache, Cache) and all(hasattr(layer, "ttt") for layer in cache.layers) and len(cache.layers):
+        layers = getattr(cache, "layers", [])
+        if isinstance(cache, Cache) and layers and all(hasattr(layer, "ttt") for layer in layers):
             return cache
         if isinstance(cache, DynamicCache) and cache.get_seq_length() == 0 and not cache.offloading:
             cache.layers, cache.layer_class_to_replicate = _layers(config), None

@@ -4,6 +4,7 @@
 from typing import Any
 
 from transformers.configuration_utils import PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from .configuration_ttt import make_rule, resolve_inner_loop, variant_fields
 from .ttt_rule import TTTRule
@@ -196,6 +197,9 @@ class LaCTConfig(PreTrainedConfig):
 
     def check_buildable(self) -> None:
         """Raise a `ValueError` that says why no model can be built with this configuration, if so."""
+        for name in ("num_attn_heads", "num_lact_heads", "lact_chunk_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         for name in ("num_attn_heads", "num_lact_heads"):
             if self.hidden_size % getattr(self, name):
                 raise ValueError(f"{name}={getattr(self, name)} does not divide hidden_size={self.hidden_size}")
@@ -204,8 +208,6 @@ class LaCTConfig(PreTrainedConfig):
                 f"hidden_size={self.hidden_size} over num_attn_heads={self.num_attn_heads} gives an odd head width, which "
                 "rotary embeddings cannot rotate"
             )
-        if self.lact_chunk_size < 1:
-            raise ValueError(f"lact_chunk_size={self.lact_chunk_size} must be at least 1")
         if self.window_size is not None and self.window_size < 1:
             raise ValueError(f"window_size={self.window_size} must be at least 1, or None for all tokens")
         widths = (self.fast_head_dim, self.fast_hidden_dim)
@@ -216,10 +218,23 @@ class LaCTConfig(PreTrainedConfig):
             )
         if self.lr_dim != 1 and not (self.lr_dim == widths[0] == widths[1]):
             raise ValueError(f"lr_dim={self.lr_dim} must be 1, or equal to both the key and hidden widths {widths}")
+        self._check_rope()
         if self.use_fused_kernel and self.use_muon:
             raise ValueError(
                 "use_fused_kernel=True with use_muon=True is another function in the published code (w0 and w2 are "
                 "orthogonalised as one matrix): set use_fused_kernel=False for the function of its eager code"
+            )
+
+    def _check_rope(self) -> None:
+        rope_type = self.rope_parameters["rope_type"]
+        known = ("default", *ROPE_INIT_FUNCTIONS)
+        if rope_type not in known:
+            raise ValueError(f"rope_type={rope_type!r} is not known; expected {', '.join(map(repr, known))}")
+        part = self.rope_parameters.get("partial_rotary_factor", 1.0)
+        if part != 1.0 and rope_type != "proportional":
+            raise ValueError(
+                f"partial_rotary_factor={part} does not fit: rope_type={rope_type!r} rotates whole heads here. Leave it out, "
+                "or set rope_type='proportional'"
             )
 
     def to_dict(self) -> dict[str, Any]:

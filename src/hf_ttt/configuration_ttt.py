@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from .ttt_rule import TTTRule
@@ -11,18 +12,19 @@ VARIANTS = ("baseline", "variant1", "variant2", "variant3", "variant4", "variant
 IMPLEMENTATIONS = ("auto", "recurrent", "parallel")
 BACKENDS = ("auto", "torch", "triton")
 
-_LOSS_NAME_PARTS = (  # of the published code's loss names, in the order in which they are taken off
-    ("suffix", "_parallel", {"ttt_implementation": "parallel"}),
-    ("suffix", "_no_wn", {"ttt_weight_norm": "none"}),
-    ("suffix", "_no_lr1", {"ttt_learnable_lr": False}),
-    ("prefix", "ga_", {"ttt_direction": "ascent"}),
-    ("prefix", "no_query_", {"ttt_read_with": "key"}),
+_LOSS_NAME = re.compile(  # of the published code; `_parallel` is read after any of them, and refused where it is not exact
+    r"((?P<ascent>ga_)?dot_product|(?P<key>no_query_)dot_product|(?P<mse>mse)"
+    r"|(?P<last>only_w1)((?P<linear>_straight_qk)(?P<no_rate>_no_lr1)?)?(?P<no_norm>_no_wn)?)(?P<parallel>_parallel)?"
 )
-_LOSS_NAMES: dict[str, dict[str, Any]] = {
-    "dot_product": {"ttt_loss_type": "dot_product"},
+_LOSS_NAME_PARTS: dict[str, dict[str, Any]] = {
+    "ascent": {"ttt_direction": "ascent"},
+    "key": {"ttt_read_with": "key"},
     "mse": {"ttt_loss_type": "mse"},
-    "only_w1": {"ttt_loss_type": "dot_product", "ttt_update": "last"},
-    "only_w1_straight_qk": {"ttt_loss_type": "dot_product", "ttt_update": "last", "ttt_fast_weight": "linear"},
+    "last": {"ttt_update": "last"},
+    "linear": {"ttt_fast_weight": "linear"},
+    "no_rate": {"ttt_learnable_lr": False},
+    "no_norm": {"ttt_weight_norm": "none"},
+    "parallel": {"ttt_implementation": "parallel"},
 }
 
 
@@ -30,21 +32,19 @@ def parse_loss_name(name: str) -> dict[str, Any]:
     """The fields that a published `ttt_loss_type` such as "only_w1_straight_qk_no_lr1_no_wn_parallel" stands for.
 
     Raises:
-        ValueError: for a name that the published code does not have either.
+        ValueError: for a name that the published code does not have either, such as "dot_product_no_wn".
     """
-    fields: dict[str, Any] = {}
-    rest = str(name)
-    for side, part, meaning in _LOSS_NAME_PARTS:
-        if side == "suffix" and rest.endswith(part):
-            rest, fields = rest.removesuffix(part), {**fields, **meaning}
-        elif side == "prefix" and rest.startswith(part):
-            rest, fields = rest.removeprefix(part), {**fields, **meaning}
-    if rest not in _LOSS_NAMES:
+    match = _LOSS_NAME.fullmatch(str(name))
+    if match is None:
         raise ValueError(
-            f"ttt_loss_type={name!r} is not known; expected 'dot_product', 'mse', or a published name made of "
-            "('ga_' | 'no_query_') 'dot_product' or 'only_w1' ['_straight_qk'] ['_no_lr1'] ['_no_wn'] ['_parallel']"
+            f"ttt_loss_type={name!r} is not known; expected 'dot_product', 'mse', or a published name: 'ga_dot_product', "
+            "'no_query_dot_product', or 'only_w1' ['_straight_qk' ['_no_lr1']] ['_no_wn'] ['_parallel']. Other "
+            "combinations are set by ttt_direction, ttt_read_with, ttt_update, ttt_weight_norm and ttt_learnable_lr"
         )
-    return {**fields, **_LOSS_NAMES[rest]}
+    fields: dict[str, Any] = {"ttt_loss_type": "dot_product"}
+    for part, text in match.groupdict().items():
+        fields.update(_LOSS_NAME_PARTS[part] if text else {})
+    return fields
 
 
 def resolve_inner_loop(config: Any, prenorm: bool) -> None:

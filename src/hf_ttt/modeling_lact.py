@@ -111,6 +111,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos[..., None, :] + torch.cat((-second, first), dim=-1) * sin[..., None, :]
 
 
+def split_heads(x: Tensor, heads: int) -> Tensor:
+    """[B, T, heads · width] → [B, T, heads, width]; with both sizes given, since one of no elements cannot be inferred."""
+    return x.unflatten(-1, (heads, x.shape[-1] // heads))
+
+
 def eager_attention_forward(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask, scaling: float, **kwargs: Any
 ) -> tuple[Tensor, Tensor]:
@@ -198,11 +203,13 @@ class LaCTAttention(nn.Module):
         return self.o_proj(out), weights
 
     def _window_attention(self, q, k, v, position_embeddings, attention_mask, cache, **kwargs):
-        split = lambda x: x.unflatten(-1, (-1, self.head_dim))  # noqa: E731
-        q, k = (rotate(split(x), *position_embeddings).to(v.dtype).transpose(1, 2) for x in (q, k))
-        v = split(v).transpose(1, 2)
+        q, k, v = (split_heads(x, self.config.num_attn_heads) for x in (q, k, v))
+        q, k = (rotate(x, *position_embeddings).to(v.dtype) for x in (q, k))
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         if cache is not None:
             k, v = cache.update(k, v, self.layer_idx)
+        if not q.numel():  # no rows or no tokens, which transformers' functions do not accept
+            return q.transpose(1, 2).flatten(2), None
         attend: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )
@@ -214,14 +221,14 @@ class LaCTAttention(nn.Module):
         config, rule = self.config, self.config.rule
         heads, dtype = config.num_lact_heads, v.dtype
         wide = _accumulation_dtype(v)
-        split = lambda x: x.unflatten(-1, (heads, -1))  # noqa: E731
         q, k = (self._fast_input(x, i, position_embeddings, wide).to(dtype) for i, x in enumerate((q, k)))
-        v = split(F.silu(v) if config.qkv_silu and not config.no_v_silu else v)
+        v = split_heads(F.silu(v) if config.qkv_silu and not config.no_v_silu else v, heads)
 
         # bias such that a linear output of zero gives BASE_RATE: softplus⁻¹(y) = y + log(1 − e^−y)
         offset = BASE_RATE + math.log(-math.expm1(-BASE_RATE))
         if config.ttt_learnable_lr:
-            rates = split(F.softplus(self.lr_proj(hidden_states).to(wide) + offset)).chunk(3, dim=-1)
+            rates = F.softplus(self.lr_proj(hidden_states).to(wide) + offset)
+            rates = split_heads(rates, heads).chunk(3, dim=-1)
         else:
             rates = (None, None, None)
         momentum = None
@@ -249,14 +256,14 @@ class LaCTAttention(nn.Module):
         """Queries (column 0) or keys (1) of the TTT branch [B, T, H, width]: scale, silu, l2 norm, rotation.
 
         The rotation takes the channels as attention heads, as published."""
-        config = self.config
+        config, heads = self.config, self.config.num_lact_heads
         x = x.to(dtype) * self.qk_scale[:, column].to(dtype) + self.qk_offset[:, column].to(dtype)
-        x = (F.silu(x) if config.qkv_silu else x).unflatten(-1, (config.num_lact_heads, -1))
+        x = split_heads(F.silu(x) if config.qkv_silu else x, heads)
         x = x / (torch.linalg.vector_norm(x, dim=-1, keepdim=True) + INNER_NORM_EPS)
         if not config.ttt_nope:
             cos, sin = position_embeddings
-            x = rotate(x.flatten(2).unflatten(-1, (-1, self.head_dim)), cos.to(dtype), sin.to(dtype))
-        return x.flatten(2).unflatten(-1, (config.num_lact_heads, -1))
+            x = rotate(split_heads(x.flatten(2), config.num_attn_heads), cos.to(dtype), sin.to(dtype))
+        return split_heads(x.flatten(2), heads)
 
 
 class LaCTMLP(nn.Module):
@@ -647,6 +654,8 @@ class LaCTForSequenceClassification(LaCTPreTrainedModel):
     def _last_token(self, input_ids: Tensor | None, attention_mask: Tensor | None, x: Tensor) -> Tensor:
         """Index of the last real token of each row, by the mask or, without one, by the padding id."""
         batch, length = x.shape[:2]
+        if length == 0:
+            raise ValueError(f"the input has shape [{batch}, 0]; a row needs at least one token to be classified")
         if attention_mask is not None:
             real = attention_mask[:, -length:] != 0
         elif input_ids is not None and self.config.pad_token_id is not None:

@@ -9,13 +9,14 @@ Notation, per row and head: C tokens of a chunk, keys K [C, Dk], values V [C, Dv
     D = E w1    dZ = D ⊙ U ⊙ silu'(Z)    dU = D ⊙ silu(Z)
     g0 = dZᵀ (η0 K)    g2 = dUᵀ (η2 K)                  [Dh, Dk]
 
-Tokens come as [..., C, H, D] and are worked on in tiles of [N, t, D] that stay in a CPU's cache. Matrix
+Hidden tensors are kept with the channels first, [Dh, C]: then w0 and w2 are one matrix whose halves of the product lie
+apart. Tokens come heads first, [..., C, D], and are worked on in tiles of [N, t, D] that stay in a CPU's cache. Matrix
 products are in the tokens' type, everything that accumulates is in float32 (float64 for float64 inputs).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -31,7 +32,7 @@ MIN_TILE = 64
 
 
 class Tokens(NamedTuple):
-    """What an update takes of some tokens: [..., T, H, D] each; rates are None for 1."""
+    """What an update takes of some tokens, heads first: [..., T, D] each; rates are None for 1."""
 
     k: Tensor
     v: Tensor
@@ -44,43 +45,84 @@ class Tokens(NamedTuple):
         return Tokens(*(None if x is None else function(x) for x in self))
 
 
-def tokens_between(x: Tensor | None, start: int, stop: int) -> Tensor | None:
-    """Tokens [start, stop) of x [..., T, H, D], a view."""
-    return None if x is None else x[..., start:stop, :, :]
+def heads_first(x: Tensor | None) -> Tensor | None:
+    """[..., T, H, D] → [..., H, T, D], a view; its own inverse."""
+    return None if x is None else x.transpose(-3, -2)
 
 
-def fold(x: Tensor | None) -> Tensor | None:
-    """[..., t, H, D] → [N, t, D] with N all leading dimensions and the heads; a view for a single row."""
-    return None if x is None else x.transpose(-3, -2).reshape(-1, x.shape[-3], x.shape[-1])
+def _cut(x: Tensor | None, start: int, stop: int) -> Tensor | None:
+    """Tokens [start, stop) of x [..., T, D], a view."""
+    return x if x is None or stop - start == x.shape[-2] else x[..., start:stop, :]
 
 
-def unfold(x: Tensor, like: Tensor) -> Tensor:
-    """[N, t, D] → [..., t, H, D] with the leading dimensions and heads of `like` [..., T, H, ·], a view."""
-    return x.unflatten(0, (*like.shape[:-3], like.shape[-2])).transpose(-3, -2)
+def _fold(x: Tensor | None, start: int, stop: int) -> Tensor | None:
+    """Tokens [start, stop) of x [..., T, D] as a tile [N, t, D]; a view for a single row."""
+    return None if x is None else _cut(x, start, stop).flatten(0, -3)
 
 
-def tile_length(x: Tensor, width: int) -> int:
-    """How many tokens of x [..., T, H, D] make a tile [N, t, width] that stays in cache."""
-    size = TILE_BYTES if x.device.type == "cpu" else ACCELERATOR_TILE_BYTES
-    rows = x.shape[:-3].numel() * x.shape[-2]
-    return max(MIN_TILE, size // max(rows * width * x.element_size(), 1))
+def _copy(x: Tensor | None, start: int, stop: int) -> Tensor | None:
+    """`_fold` for a backward, which takes each tile into many products: contiguous."""
+    return None if x is None else _fold(x, start, stop).contiguous()
 
 
-def tiles(x: Tensor, width: int) -> Iterator[tuple[int, int]]:
-    """The tiles of x [..., T, H, D] as ranges of tokens."""
-    length = x.shape[-3]
-    step = tile_length(x, width)
-    return ((start, min(start + step, length)) for start in range(0, length, step))
+def _add(total: Tensor | None, x: Tensor | None, start: int, stop: int) -> None:
+    """Add a tile [N, t, D] to tokens [start, stop) of total [..., T, D]."""
+    if total is not None and x is not None:
+        _cut(total, start, stop).add_(x.unflatten(0, total.shape[:-2]))
 
 
-def accumulate(total: Tensor | None, a: Tensor, b: Tensor) -> None:
-    """total += aᵀ b in the type of `total`: a [N, t, m], b [N, t, n]."""
-    if total is None:
-        return
+def tile_length(rows: int, width: int, like: Tensor) -> int:
+    """How many tokens make a tile [rows, t, width] of the type of `like` that stays in cache."""
+    size = TILE_BYTES if like.device.type == "cpu" else ACCELERATOR_TILE_BYTES
+    return max(MIN_TILE, size // max(rows * width * like.element_size(), 1))
+
+
+def _tiles(x: Tensor, width: int) -> list[tuple[int, int]]:
+    """The tiles of x [..., T, D] as ranges of tokens."""
+    length = x.shape[-2]
+    step = tile_length(x.shape[:-2].numel(), width, x)
+    if length <= step:
+        return [(0, length)] if length else []
+    return [(start, min(start + step, length)) for start in range(0, length, step)]
+
+
+class Net(NamedTuple):
+    """Fast weights as the products take them, or accumulators for their gradients.
+
+    Attributes:
+        w02: w0 above w2 [N, 2 Dh, Dk]; None for a linear fast network.
+        w1: [N, Dv, Dh].
+    """
+
+    w02: Tensor | None
+    w1: Tensor | None
+
+
+def make_net(w0: Tensor | None, w1: Tensor, w2: Tensor | None, rule: TTTRule, dtype: torch.dtype) -> Net:
+    """A `Net` of weights [N, ·, ·] in the type of the tokens."""
+    w02 = None if rule.fast_weight == "linear" else torch.cat([w0, w2], 1).to(dtype)
+    return Net(w02, w1.to(dtype))
+
+
+def accumulate(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a b in the type of `total`: a [N, m, t], b [N, t, n]."""
     if total.dtype == a.dtype:
-        total.baddbmm_(a.mT, b)
+        total.baddbmm_(a, b)
     else:
-        total.add_(torch.bmm(a.mT, b))
+        total.add_(torch.bmm(a, b))
+
+
+def _accumulated(total: dict[int, Tensor], i: int, a: Tensor, b: Tensor, dtype: torch.dtype) -> None:
+    """total[i] += a b in `dtype`, from nothing."""
+    if i in total:
+        accumulate(total[i], a, b)
+    else:
+        total[i] = torch.bmm(a, b).to(dtype)
+
+
+def _channels_first(rate: Tensor | None) -> Tensor | None:
+    """[N, t, D] → [N, D, t] in memory: rates come interleaved, which would slow down every product with them."""
+    return None if rate is None else rate.mT.contiguous()
 
 
 def scaled(x: Tensor, rate: Tensor | None) -> Tensor:
@@ -88,23 +130,25 @@ def scaled(x: Tensor, rate: Tensor | None) -> Tensor:
     return x if rate is None else (x * rate).to(x.dtype)
 
 
-def scaled_backward(grad: Tensor, x: Tensor, rate: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Gradients of `scaled` with respect to x and the rate."""
+def scaled_backward(grad: Tensor, x: Tensor, rate: Tensor | None, dim: int) -> tuple[Tensor, Tensor | None]:
+    """Gradients of `scaled` with respect to x and the rate, whose channels are dimension `dim`; `grad` is used up."""
     if rate is None:
         return grad, None
-    product = grad.to(rate.dtype) * x
-    return (grad * rate).to(x.dtype), product.sum(-1, keepdim=True) if rate.shape[-1] == 1 else product
+    drate = grad.to(rate.dtype) * x
+    drate = drate.sum(dim, keepdim=True) if rate.shape[dim] == 1 else drate
+    return (grad.mul_(rate) if grad.dtype == rate.dtype else (grad * rate).to(grad.dtype)), drate
 
 
-def features(x: Tensor, w0: Tensor | None, w2: Tensor | None, rule: TTTRule) -> Tensor:
-    """φ(x): [N, t, Dk] → [N, t, Dh]."""
-    if rule.fast_weight == "linear":
-        return x
-    return silu(torch.bmm(x, w0.mT), inplace=True).mul_(torch.bmm(x, w2.mT))
+def features(x: Tensor, net: Net) -> Tensor:
+    """φ(x): [N, t, Dk] → [N, Dh, t]."""
+    if net.w02 is None:
+        return x.mT
+    z, u = torch.bmm(net.w02, x.mT).chunk(2, 1)
+    return silu(z, inplace=True).mul_(u)
 
 
 class _Gate(NamedTuple):
-    """Z, U, σ(Z), silu(Z) and its derivative, kept for a backward."""
+    """Z, U, σ(Z), silu(Z) and its derivative [N, Dh, t], kept for a backward."""
 
     z: Tensor
     u: Tensor
@@ -113,106 +157,130 @@ class _Gate(NamedTuple):
     da: Tensor
 
 
-def _gate(x: Tensor, w0: Tensor, w2: Tensor) -> _Gate:
-    z, u = torch.bmm(x, w0.mT), torch.bmm(x, w2.mT)
+def _gate(x: Tensor, net: Net) -> _Gate:
+    z, u = torch.bmm(net.w02, x.mT).chunk(2, 1)
     s = torch.sigmoid(z)
     a = z * s
-    return _Gate(z, u, s, a, torch.addcmul(s, a, 1 - s))  # silu' = s (1 + z (1 − s)) = s + a (1 − s)
+    return _Gate(z, u, s, a, torch.addcmul(s + a, a, s, value=-1))  # silu' = s (1 + z (1 − s)) = s + a − a s
 
 
-def read_forward(q: Tensor, w: list[Tensor | None], rule: TTTRule, out: Tensor) -> None:
-    """out = w1 φ(q): q [..., T, H, Dk], weights [N, ·, ·] in the type of q, out [..., T, H, Dv]."""
-    for start, stop in tiles(q, w[1].shape[-1]):
-        h = features(fold(tokens_between(q, start, stop)), w[0], w[2], rule)
-        tokens_between(out, start, stop).copy_(unfold(torch.bmm(h, w[1].mT), q))
+def read_forward(q: Tensor, net: Net, out: Tensor) -> None:
+    """out = w1 φ(q): q [..., T, Dk], out [..., T, Dv]."""
+    for start, stop in _tiles(q, net.w1.shape[-1]):
+        h = features(_fold(q, start, stop), net)
+        _cut(out, start, stop).copy_(torch.bmm(h.mT, net.w1.mT).unflatten(0, out.shape[:-2]))
 
 
-def read_backward(
-    q: Tensor, grad: Tensor, w: list[Tensor | None], rule: TTTRule, dq: Tensor, dw: list[Tensor | None]
-) -> None:
-    """Backward of `read_forward`: adds to dq [..., T, H, Dk] and, where it is not None, to each dw [N, ·, ·]."""
-    for start, stop in tiles(q, w[1].shape[-1]):
-        x, dout = fold(tokens_between(q, start, stop)), fold(tokens_between(grad, start, stop))
-        dh = torch.bmm(dout, w[1])
-        if rule.fast_weight == "linear":
-            accumulate(dw[1], dout, x)
-            dx = dh
+def read_backward(q: Tensor, grad: Tensor, net: Net, dq: Tensor, dnet: Net) -> None:
+    """Backward of `read_forward`: adds to dq [..., T, Dk] and to dnet."""
+    for start, stop in _tiles(q, net.w1.shape[-1]):
+        x, dout = _copy(q, start, stop), _copy(grad, start, stop)
+        if net.w02 is None:
+            accumulate(dnet.w1, dout.mT, x)
+            dx = torch.bmm(dout, net.w1)
         else:
-            gate = _gate(x, w[0], w[2])
-            accumulate(dw[1], dout, gate.a * gate.u)
-            dx = _features_backward(x, gate, dh * gate.u * gate.da, dh * gate.a, w, dw)
-        tokens_between(dq, start, stop).add_(unfold(dx, q))
+            z, u = torch.bmm(net.w02, x.mT).chunk(2, 1)
+            a, dh = silu(z), torch.bmm(net.w1.mT, dout.mT)
+            accumulate(dnet.w1, dout.mT, (a * u).mT)
+            dz, du = torch.ops.aten.silu_backward(u.mul_(dh), z), dh.mul_(a)
+            dx = _features_backward(x, dz, du, net, dnet)
+        _add(dq, dx, start, stop)
 
 
-def _features_backward(x: Tensor, gate: _Gate, dz: Tensor, du: Tensor, w, dw) -> Tensor:
-    accumulate(dw[0], dz, x)
-    accumulate(dw[2], du, x)
-    return torch.bmm(dz, w[0]).baddbmm_(du, w[2])
+def _features_backward(x: Tensor, dz: Tensor, du: Tensor, net: Net, dnet: Net) -> Tensor:
+    """From the gradients of Z and U [N, Dh, t] to that of x; adds to dnet.w02."""
+    width = dz.shape[1]
+    accumulate(dnet.w02[:, :width], dz, x)
+    accumulate(dnet.w02[:, width:], du, x)
+    return torch.bmm(dz.mT, net.w02[:, :width]).baddbmm_(du.mT, net.w02[:, width:])
 
 
-def gradient_forward(tokens: Tokens, w: list[Tensor | None], rule: TTTRule, dtype: torch.dtype) -> dict[int, Tensor]:
-    """The gradient step of a chunk, g_i = Σ_t −η_i,t ∂loss_t/∂w_i, per updated weight [N, ·, ·] in `dtype`."""
-    total = {i: torch.zeros(w[i].shape, dtype=dtype, device=w[i].device) for i in rule.updated}
-    for start, stop in tiles(tokens.k, w[1].shape[-1]):
-        k, v, lr0, lr1, lr2 = (fold(tokens_between(x, start, stop)) for x in tokens)
+def gradient_forward(tokens: Tokens, net: Net, rule: TTTRule, dtype: torch.dtype) -> dict[int, Tensor]:
+    """The gradient step of a chunk, g_i = Σ_t −η_i,t ∂loss_t/∂w_i, per updated weight [N, ·, ·] in `dtype`.
+
+    Where only w1 is updated on a dot-product loss, only the width of `net.w1` is used.
+    """
+    total: dict[int, Tensor] = {}
+    for start, stop in _tiles(tokens.k, net.w1.shape[-1]):
+        k, v, lr0, lr1, lr2 = (_fold(x, start, stop) for x in tokens)
         if 0 in rule.updated:
-            gate = _gate(k, w[0], w[2])
+            gate = _gate(k, net)
             h = gate.a * gate.u
         else:
-            h = features(k, w[0], w[2], rule)
-        e = v if rule.loss == "dot_product" else torch.baddbmm(v, h, w[1].mT, alpha=-1)
-        accumulate(total[1], e, scaled(h, lr1))
+            h = features(k, net)
+        e = v if rule.loss == "dot_product" else torch.baddbmm(v, h.mT, net.w1.mT, alpha=-1)
+        _accumulated(total, 1, e.mT, scaled(h, _channels_first(lr1)).mT, dtype)
         if 0 in rule.updated:
-            d = torch.bmm(e, w[1])
-            accumulate(total[0], d * gate.u * gate.da, scaled(k, lr0))
-            accumulate(total[2], d * gate.a, scaled(k, lr2))
+            d = torch.bmm(net.w1.mT, e.mT)
+            _accumulated(total, 0, d * gate.u * gate.da, scaled(k, lr0), dtype)
+            _accumulated(total, 2, d * gate.a, scaled(k, lr2), dtype)
     return total
 
 
 def gradient_backward(
-    tokens: Tokens, grad: dict[int, Tensor], w: list[Tensor | None], rule: TTTRule, dtokens: Tokens, dw
+    tokens: Tokens, grad: dict[int, Tensor], net: Net, rule: TTTRule, dtokens: Tokens, dnet: Net
 ) -> None:
-    """Backward of `gradient_forward` for `grad` = ∂L/∂g_i: adds to the tokens' gradients and to dw [N, ·, ·]."""
-    linear, mse = rule.fast_weight == "linear", rule.loss == "mse"
+    """Backward of `gradient_forward` for `grad` = ∂L/∂g_i: adds to the tokens' gradients and to dnet."""
     grad = {i: g.to(tokens.k.dtype) for i, g in grad.items()}
-    for start, stop in tiles(tokens.k, w[1].shape[-1]):
-        k, v, lr0, lr1, lr2 = (fold(tokens_between(x, start, stop)) for x in tokens)
-        gate = None if linear else _gate(k, w[0], w[2])
-        h = k if linear else gate.a * gate.u
-        e = torch.baddbmm(v, h, w[1].mT, alpha=-1) if mse else v
-        de = torch.bmm(scaled(h, lr1), grad[1].mT)
-        dh, dlr1 = scaled_backward(torch.bmm(e, grad[1]), h, lr1)
-        dk = dlr0 = dlr2 = dz = du = None
-        if 0 in rule.updated:
-            d = torch.bmm(e, w[1])
-            ddz, ddu = torch.bmm(scaled(k, lr0), grad[0].mT), torch.bmm(scaled(k, lr2), grad[2].mT)
-            du_gate = d * gate.u
-            dk, dlr0 = scaled_backward(torch.bmm(du_gate * gate.da, grad[0]), k, lr0)
-            dk2, dlr2 = scaled_backward(torch.bmm(d * gate.a, grad[2]), k, lr2)
-            dk = dk + dk2
-            dd = (ddz * gate.u).mul_(gate.da).addcmul_(ddu, gate.a)
-            accumulate(dw[1], e, dd)
-            de.baddbmm_(dd, w[1].mT)
-            du = ddz.mul(d).mul_(gate.da)
-            # silu'' = s (1 − s) (2 + z (1 − 2 s))
-            dz = ddz.mul_(du_gate).mul_(_silu_second(gate)).addcmul_(ddu.mul_(d), gate.da)
-        if mse:
-            dh = torch.baddbmm(dh, de, w[1], alpha=-1)
-            accumulate(dw[1], -de, h)
-        if linear:
-            dk = dh
+    for start, stop in _tiles(tokens.k, net.w1.shape[-1]):
+        part = Tokens(*(_copy(x, start, stop) for x in tokens))
+        if net.w02 is None:
+            parts = _linear_gradient_backward(part, grad, net, rule, dnet)
         else:
-            dz = dh * gate.u * gate.da if dz is None else dz.addcmul_(dh * gate.u, gate.da)
-            du = dh * gate.a if du is None else du.addcmul_(dh, gate.a)
-            dx = _features_backward(k, gate, dz, du, w, dw)
-            dk = dx if dk is None else dk.add_(dx)
-        for total, part in zip(dtokens, (dk, de, dlr0, dlr1, dlr2), strict=True):
-            if total is not None and part is not None:
-                tokens_between(total, start, stop).add_(unfold(part, tokens.k))
+            parts = _swiglu_gradient_backward(part, grad, net, rule, dnet)
+        for total, x in zip(dtokens, parts, strict=True):
+            _add(total, x, start, stop)
+
+
+def _linear_gradient_backward(tokens: Tokens, grad: dict[int, Tensor], net: Net, rule: TTTRule, dnet: Net) -> Tokens:
+    k, v, _, lr1, _ = tokens
+    e = v if rule.loss == "dot_product" else torch.baddbmm(v, k, net.w1.mT, alpha=-1)
+    de = torch.bmm(scaled(k, lr1), grad[1].mT)
+    dk, dlr1 = scaled_backward(torch.bmm(e, grad[1]), k, lr1, -1)
+    if rule.loss == "mse":
+        dk = torch.baddbmm(dk, de, net.w1, alpha=-1)
+        accumulate(dnet.w1, -de.mT, k)
+    return Tokens(dk, de, None, dlr1, None)
+
+
+def _swiglu_gradient_backward(tokens: Tokens, grad: dict[int, Tensor], net: Net, rule: TTTRule, dnet: Net) -> Tokens:
+    k, v, lr0, lr1, lr2 = tokens
+    lr1 = _channels_first(lr1)
+    gate = _gate(k, net)
+    h = gate.a * gate.u
+    e = v if rule.loss == "dot_product" else torch.baddbmm(v, h.mT, net.w1.mT, alpha=-1)
+    de = torch.bmm(scaled(h, lr1).mT, grad[1].mT)
+    dh, dlr1 = scaled_backward(torch.bmm(grad[1].mT, e.mT), h, lr1, -2)
+    h = h if rule.loss == "mse" else None
+    dk = dlr0 = dlr2 = dz = du = None
+    if 0 in rule.updated:
+        d = torch.bmm(net.w1.mT, e.mT)
+        dk, dlr0 = scaled_backward(torch.bmm((d * gate.u).mul_(gate.da).mT, grad[0]), k, lr0, -1)
+        dk2, dlr2 = scaled_backward(torch.bmm((d * gate.a).mT, grad[2]), k, lr2, -1)
+        dk = dk.add_(dk2)
+        del dk2
+        ddz, ddu = torch.bmm(grad[0], scaled(k, lr0).mT), torch.bmm(grad[2], scaled(k, lr2).mT)
+        dd = (ddz * gate.u).mul_(gate.da).addcmul_(ddu, gate.a)
+        accumulate(dnet.w1, e.mT, dd.mT)
+        de.baddbmm_(dd.mT, net.w1.mT)
+        del dd
+        du = torch.mul(ddz, d).mul_(gate.da)
+        dz = ddz.mul_(d).mul_(gate.u).mul_(_silu_second(gate)).addcmul_(ddu.mul_(d), gate.da)
+        del d, ddu, ddz
+    if rule.loss == "mse":
+        dh = torch.baddbmm(dh, net.w1.mT, de.mT, alpha=-1)
+        accumulate(dnet.w1, -de.mT, h.mT)
+    du = dh * gate.a if du is None else du.addcmul_(dh, gate.a)
+    dh.mul_(gate.u)
+    dz = dh.mul_(gate.da) if dz is None else dz.addcmul_(dh, gate.da)
+    dx = _features_backward(k, dz, du, net, dnet)
+    return Tokens(dx if dk is None else dx.add_(dk), de, dlr0, None if dlr1 is None else dlr1.mT, dlr2)
 
 
 def _silu_second(gate: _Gate) -> Tensor:
-    return gate.s * (1 - gate.s) * (2 + gate.z * (1 - 2 * gate.s))
+    """silu'' = s (1 − s) (2 + z − 2 a)."""
+    slope = torch.addcmul(gate.s, gate.s, gate.s, value=-1)
+    return torch.add(gate.z, gate.a, alpha=-2).add_(2).mul_(slope)
 
 
 def normalise(raw: Tensor, norm: Tensor) -> Tensor:

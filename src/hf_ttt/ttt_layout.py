@@ -187,8 +187,8 @@ def make_layout(
     )
     layout.source, layout.valid = source_of(size, layout.target, base[:, None] + slots)
     if layout.within_chunk:
-        token = real.nonzero()[:, 0]
-        layout.appended = token, row[token], position[token]
+        kept = real.nonzero()[:, 0]
+        layout.appended = kept, row[kept], position[kept]
     if return_state:
         done = torch.tensor([total - total % chunk_size for total in totals], device=device, dtype=torch.long)
         first = torch.arange(rows, device=device) * chunk_size

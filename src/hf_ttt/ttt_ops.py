@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -241,8 +241,8 @@ def _evaluate_arranged(q, tokens, state: TTTState, layout: TTTLayout, rule, func
         return out, None
     order = [r for group in layout.groups for r in group.state_rows.tolist()]
     back = torch.tensor(order, device=q.device, dtype=torch.long).argsort()
-    join = lambda some: None if some[0] is None else torch.cat(some).index_select(0, back)  # noqa: E731
-    joined = [[join(list(some)) for some in zip(*kind, strict=True)] for kind in zip(*parts, strict=True)]
+    sizes = [group.rows for group in layout.groups]
+    joined = [[_join_rows(some, sizes, back) for some in zip(*kind, strict=True)] for kind in zip(*parts, strict=True)]
     fast = FastWeights(*joined) if parts else fast
     tail = {name: layout.arrange_tail(x, pending[name]) for name, x in tokens.items()}
     return out, _with_fast_weights(state, fast, **tail, count=layout.new_counts(q.device))
@@ -260,7 +260,7 @@ def _evaluate_within_chunk(q, tokens, state: TTTState, layout: TTTLayout, rule, 
             continue
         if slots is None:
             slots = x.new_zeros(layout.rows, layout.chunk_size, *x.shape[2:])
-        elif not in_place or slots.requires_grad:
+        elif not in_place or slots.requires_grad or (slots.is_inference() and not torch.is_inference_mode_enabled()):
             slots = slots.clone()
         pending[name] = layout.append(x, slots)
     state = replace(state, **pending, count=layout.new_counts(q.device))
@@ -274,6 +274,15 @@ def _evaluate_within_chunk(q, tokens, state: TTTState, layout: TTTLayout, rule, 
         fast = FastWeights(*map(lambda w, p: _put_rows(w, p, rows, layout.rows), whole, part))
         state = _with_fast_weights(state, fast)
     return out, state
+
+
+def _join_rows(parts: Sequence[Tensor | None], sizes: list[int], order: Tensor) -> Tensor | None:
+    """The rows of all groups in the given order; a momentum buffer that is not there yet is zero."""
+    like = next((part for part in parts if part is not None), None)
+    if like is None:
+        return None
+    whole = [like.new_zeros(n, *like.shape[1:]) if p is None else p for n, p in zip(sizes, parts, strict=True)]
+    return torch.cat(whole).index_select(0, order)
 
 
 def _put_rows(whole: list[Tensor | None], part: list[Tensor | None], rows: Tensor, count: int) -> list[Tensor | None]:

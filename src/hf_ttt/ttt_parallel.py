@@ -20,15 +20,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .ttt_inner import (
+    Net,
     Tokens,
-    features,
-    fold,
     gradient_backward,
     gradient_forward,
+    heads_first,
     normalise,
     normalise_backward,
     read_backward,
     read_forward,
+    make_net,
     tile_length,
 )
 from .ttt_muon import muon_backward, muon_forward
@@ -46,21 +47,11 @@ class _Block(NamedTuple):
     chunk_size: int
 
     def cut(self, x: Tensor | None) -> Tensor | None:
-        """[B, T, H, D] → the block's chunks [B, count, C, H, D], a view."""
+        """[B, T, H, D] → the block's chunks heads first [B, count, H, C, D], a view."""
         if x is None:
             return None
         start, size = self.first * self.chunk_size, self.count * self.chunk_size
-        return x[:, start : start + size].unflatten(1, (self.count, self.chunk_size))
-
-
-def _blocks(k: Tensor, width: int, chunk_size: int, updates: int) -> list[_Block]:
-    size = max(1, min(SCAN_BLOCK, tile_length(k, width) // chunk_size))
-    return [_Block(c, min(size, updates - c), chunk_size) for c in range(0, updates, size)]
-
-
-def _repeat(w: Tensor | None, count: int) -> Tensor | None:
-    """[B, H, m, n] → [B · count · H, m, n]."""
-    return None if w is None else w[:, None].expand(-1, count, -1, -1, -1).flatten(0, 2)
+        return heads_first(x[:, start : start + size].unflatten(1, (self.count, self.chunk_size)))
 
 
 def _decay(m: Tensor) -> Tensor:
@@ -70,12 +61,22 @@ def _decay(m: Tensor) -> Tensor:
     return torch.where(below, m[..., :, None], 1.0).cumprod(-2).tril()
 
 
+def _mix(weights: Tensor, x: Tensor) -> Tensor:
+    """Σ_j weights_ij x_j over chunks: weights [i, j] or [B, H, i, j], x [B, j, H, ·, ·] → [B, i, H, ·, ·]."""
+    return torch.einsum("ij,bjhkl->bihkl" if weights.dim() == 2 else "bhij,bjhkl->bihkl", weights, x)
+
+
+def _before(n: int, like: Tensor) -> Tensor:
+    """[n, n] of 1 for j < i, else 0: sums over the chunks before each."""
+    return like.new_ones(n, n).tril(-1)
+
+
 def _scan(g: Tensor, m: Tensor | None, buffer: Tensor | None) -> Tensor:
     """M_i = g_i + m_i M_{i−1} from M_{−1} = buffer: g [B, n, H, ·, ·], m [B, n, H], buffer [B, H, ·, ·]."""
     if m is None:
         return g
     decay = _decay(m.transpose(1, 2))
-    out = torch.einsum("bhij,bjhkl->bihkl", decay, g)
+    out = _mix(decay, g)
     if buffer is not None:
         first = (m[:, :1] * decay[..., 0].transpose(1, 2))[..., None, None]  # Π_{s ≤ i} m_s
         out = torch.addcmul(out, first, buffer[:, None])
@@ -85,7 +86,7 @@ def _scan(g: Tensor, m: Tensor | None, buffer: Tensor | None) -> Tensor:
 def _scan_backward(m: Tensor, grad: Tensor, buffer: Tensor | None, moments: Tensor):
     """Gradients of `_scan` with respect to g, m and buffer, given its result `moments`."""
     decay = _decay(m.transpose(1, 2))
-    dg = torch.einsum("bhij,bihkl->bjhkl", decay, grad)
+    dg = _mix(decay.mT, grad)
     dm = torch.zeros_like(m)
     dm[:, 1:] = (dg[:, 1:] * moments[:, :-1]).sum((-2, -1))
     if buffer is not None:
@@ -103,63 +104,90 @@ def _per_chunk(x: Tensor, rule: TTTRule) -> Tensor:
     return x if rule.inner_steps == 1 else x.unflatten(1, (-1, rule.inner_steps)).sum(2)
 
 
-def _block_momentum(momentum: Tensor | None, block: _Block, rule: TTTRule) -> Tensor | None:
-    """[B, count · inner_steps, H]."""
-    return None if momentum is None else _each_step(block.cut(momentum).mean(2)[..., 0], rule)
+class _Blocks:
+    """What forward and backward share: the inputs, cut into blocks, and the static features' weights for each."""
 
+    def __init__(self, rule: TTTRule, chunk_size: int, updates: int, inputs: list[Tensor | None]):
+        self.rule, self.chunk_size, self.updates = rule, chunk_size, updates
+        self.q, k, v, _, lr1, _, self.momentum, w0, self.w1, w2, self.main, self.norm, self.buffer = inputs
+        self.tokens = Tokens(k, v, None, lr1, None)
+        self.read_keys = rule.read_with == "key"
+        self.batch, self.heads = self.q.shape[0], self.q.shape[2]
+        flat = [None if w is None else w.flatten(0, 1) for w in (w0, self.w1, w2)]
+        self.w02 = make_net(*flat, rule, self.q.dtype).w02
+        size = max(1, min(SCAN_BLOCK, tile_length(self.batch * self.heads, self.w1.shape[-1], k) // chunk_size))
+        self.blocks = [_Block(c, min(size, updates - c), chunk_size) for c in range(0, updates, size)]
+        self._repeated: dict[int, Tensor | None] = {}
 
-def _working(raw: Tensor, work: Tensor, norm: Tensor | None, first: bool, rule: TTTRule) -> Tensor:
-    """The weights that read, from the accumulated ones [B, n, H, ·, ·]; the very first are the initial ones as they are."""
-    if rule.weight_norm == "none":
-        return raw
-    out = normalise(raw, norm[:, None])
-    if first:
-        out[:, 0] = work
-    return out
+    def net(self, block: _Block, works: Tensor | None = None) -> Net:
+        """The weights that read a block's chunks [B, count, H, ·, ·] as one batch; without them w1 is only a shape."""
+        if block.count not in self._repeated:
+            self._repeated[block.count] = self._repeat(self.w02, block.count)
+        if works is None:
+            w1 = self.w1.new_empty(1, 1, 1).expand(self.batch * block.count * self.heads, *self.w1.shape[-2:])
+        else:
+            w1 = works.flatten(0, 2).to(self.q.dtype)
+        return Net(self._repeated[block.count], w1)
 
+    def tail_net(self, work: Tensor) -> Net:
+        """The weights that read what is left after the last block."""
+        return Net(self.w02, work.flatten(0, 1).to(self.q.dtype))
 
-def _shape_of(w1: Tensor, block: _Block) -> Tensor:
-    """A stand-in for the block's last-layer weights [N, Dv, Dh], of which a static gradient needs only the shape."""
-    return w1.new_empty(1, 1, 1).expand(w1.shape[0] * block.count * w1.shape[1], *w1.shape[-2:])
+    def _repeat(self, w: Tensor | None, count: int) -> Tensor | None:
+        if w is None:
+            return None
+        return w.unflatten(0, (self.batch, -1))[:, None].expand(-1, count, -1, -1, -1).flatten(0, 2)
+
+    def block_momentum(self, block: _Block) -> Tensor | None:
+        """Mean momentum of each step of a block [B, count · inner_steps, H]."""
+        if self.momentum is None:
+            return None
+        return _each_step(block.cut(self.momentum).mean(-2)[..., 0], self.rule)
+
+    def working(self, raws: Tensor, first: bool) -> Tensor:
+        """The weights that read, from the accumulated ones [B, n, H, ·, ·]; the very first are the initial ones as they
+        are."""
+        if self.rule.weight_norm == "none":
+            return raws
+        out = normalise(raws, self.norm[:, None])
+        if first:
+            out[:, 0] = self.w1
+        return out
+
+    def last_work(self, raw: Tensor) -> Tensor:
+        """The weights that read after the last update, from the accumulated ones [B, H, ·, ·]."""
+        return self.working(raw[:, None], False)[:, 0] if self.updates else self.w1
 
 
 class _Parallel(torch.autograd.Function):
-    """As `_Recurrent`, for w1 alone; fast weights are w0, w1, w2, main1, norm1, buffer1 of [B, H, ·, ·]."""
+    """As `_Recurrent`, for w1 alone; the inputs end with w0, w1, w2 and main, norm and buffer of w1 [B, H, ·, ·]."""
 
     @staticmethod
-    def forward(ctx, rule, chunk_size, updates, keep, return_state, q, k, v, lr0, lr1, lr2, momentum, *fast):
-        w0, w1, w2, main, norm, buffer = fast
-        c0, c2 = (None if w is None else w.to(q.dtype) for w in (w0, w2))
-        raw, work = w1 if main is None else main, w1
-        tokens, reads = Tokens(k, v, lr0, lr1, lr2), k if rule.read_with == "key" else q
-        out = v.new_empty(*q.shape[:3], w1.shape[-2])
-        kept, repeated = [], {}
-        for block in _blocks(k, w1.shape[-1], chunk_size, updates):
-            if block.count not in repeated:
-                repeated[block.count] = _repeat(c0, block.count), _repeat(c2, block.count)
-            r0, r2 = repeated[block.count]
-            shape = (q.shape[0], block.count, q.shape[2])
-            g = gradient_forward(tokens.map(block.cut), [r0, _shape_of(w1, block), r2], rule, w1.dtype)[1].unflatten(
-                0, shape
-            )
-            m = _block_momentum(momentum, block, rule)
+    def forward(ctx, rule, chunk_size, updates, keep, return_state, *inputs):
+        layer = _Blocks(rule, chunk_size, updates, inputs)
+        w1, buffer = layer.w1, layer.buffer
+        raw = w1 if layer.main is None else layer.main
+        reads = layer.tokens.k if layer.read_keys else layer.q
+        out = layer.tokens.v.new_empty(*layer.q.shape[:3], w1.shape[-2])
+        kept = []
+        for block in layer.blocks:
+            g = gradient_forward(layer.tokens.map(block.cut), layer.net(block), rule, w1.dtype)[1]
+            g = g.unflatten(0, (layer.batch, block.count, layer.heads))
+            m = layer.block_momentum(block)
             moments = _scan(_each_step(g, rule), m, buffer)
             update = _per_chunk(muon_forward(moments.flatten(0, 2), rule).view(moments.shape), rule)
-            raws = torch.cat([raw[:, None], rule.sign * update], 1).cumsum(1)
-            raws, raw = raws[:, :-1], raws[:, -1]
-            works = _working(raws, w1, norm, block.first == 0, rule)
-            read_forward(block.cut(reads), [r0, works.flatten(0, 2).to(q.dtype), r2], rule, block.cut(out))
+            update = rule.sign * update
+            raws, raw = raw[:, None] + _mix(_before(block.count, w1), update), raw + update.sum(1)
             buffer = None if m is None else moments[:, -1]
+            works = layer.working(raws, block.first == 0)
+            read_forward(block.cut(reads), layer.net(block, works), block.cut(out))
             if keep:
                 kept += [raws, None if m is None and rule.muon is None else moments]
-        start = updates * chunk_size
-        if updates:
-            work = _working(raw[:, None], w1, norm, False, rule)[:, 0]
-        weights = [None if w is None else w.flatten(0, 1).to(q.dtype) for w in (w0, work, w2)]
-        read_forward(reads[:, start:], weights, rule, out[:, start:])
+        start, work = updates * chunk_size, layer.last_work(raw)
+        read_forward(heads_first(reads[:, start:]), layer.tail_net(work), heads_first(out[:, start:]))
         if keep:
             ctx.settings = rule, chunk_size, updates
-            ctx.save_for_backward(q, k, v, lr0, lr1, lr2, momentum, *fast, raw, *kept)
+            ctx.save_for_backward(*inputs, raw, *kept)
             ctx.set_materialize_grads(False)
         final = (work, raw, buffer) if return_state else ()
         return out, *(None if w is None else w.clone() for w in final)
@@ -168,71 +196,104 @@ class _Parallel(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dout, *dfinal):
         rule, chunk_size, updates = ctx.settings
-        q, k, v, lr0, lr1, lr2, momentum, w0, w1, w2, main, norm, buffer, raw, *kept = ctx.saved_tensors
-        new = lambda x: None if x is None else torch.zeros_like(x, memory_format=torch.contiguous_format)  # noqa: E731
-        dq, dmomentum, dw0, dw2 = map(new, (q, momentum, w0, w2))
-        tokens = Tokens(k, v, lr0, lr1, lr2)
-        dtokens = tokens.map(new)
-        reads, dreads = (k, dtokens.k) if rule.read_with == "key" else (q, dq)
-        dwork, draw, dbuffer = dfinal or (None, None, None)
-        dwork = new(w1) if dwork is None else dwork.clone()
-        dnorm, normed = new(norm), rule.weight_norm == "pre"
-
-        start = updates * chunk_size
-        work = _working(raw[:, None], w1, norm, False, rule)[:, 0] if updates else w1
-        if dout is not None:
-            weights = [None if w is None else w.flatten(0, 1).to(q.dtype) for w in (w0, work, w2)]
-            flat = [None if w is None else w.flatten(0, 1) for w in (dw0, dwork, dw2)]
-            read_backward(reads[:, start:], dout[:, start:], weights, rule, dreads[:, start:], flat)
-        if normed and updates:
-            part, dnorm = normalise_backward(raw, norm, dwork)
-            draw, dwork = part if draw is None else part + draw, new(w1)
-        carry = draw if normed else dwork
-        carry = new(w1) if carry is None else carry
-
-        repeated = {}
-        for block in reversed(_blocks(k, w1.shape[-1], chunk_size, updates)):
+        inputs, raw, kept = ctx.saved_tensors[:13], ctx.saved_tensors[13], list(ctx.saved_tensors[14:])
+        layer = _Blocks(rule, chunk_size, updates, inputs)
+        grads = _Gradients(layer, dout, raw, *(dfinal or (None, None, None)))
+        for block in reversed(layer.blocks):
             raws, moments = kept[-2:]
             del kept[-2:]
-            if block.count not in repeated:
-                static = [_repeat(w, block.count) for w in (w0, w2)]
-                repeated[block.count] = [None if w is None else w.to(q.dtype) for w in static] + [
-                    new(w) for w in static
-                ]
-            r0, r2, dr0, dr2 = repeated[block.count]
-            works = _working(raws, w1, norm, block.first == 0, rule)
-            draws = torch.zeros_like(works)
-            if dout is not None:
-                weights, dweights = [r0, works.flatten(0, 2).to(q.dtype), r2], [dr0, draws.flatten(0, 2), dr2]
-                read_backward(block.cut(reads), block.cut(dout), weights, rule, block.cut(dreads), dweights)
-            if normed:
-                if block.first == 0:
-                    dwork += draws[:, 0]
-                    draws[:, 0] = 0
-                draws, dnorms = normalise_backward(raws, norm[:, None], draws)
-                dnorm = dnorm + dnorms.sum(1)
-            sums = torch.cat([draws, carry[:, None]], 1).flip(1).cumsum(1).flip(1)
-            carry = sums[:, 0]
-            dmoments = _each_step(rule.sign * sums[:, 1:], rule)
-            if rule.muon is not None:
-                dmoments = muon_backward(moments.flatten(0, 2), dmoments.flatten(0, 2), rule).view(moments.shape)
-            if dbuffer is not None:
-                dmoments = torch.cat([dmoments[:, :-1], dmoments[:, -1:] + dbuffer[:, None]], 1)
-            m = _block_momentum(momentum, block, rule)
-            if m is not None:
-                before = kept[-1][:, -1] if kept else buffer
-                dmoments, dm, dbuffer = _scan_backward(m, dmoments, before, moments)
-                block.cut(dmomentum).add_(_per_chunk(dm, rule)[:, :, None, :, None] / chunk_size)
-            gradient = {1: _per_chunk(dmoments, rule).flatten(0, 2)}
-            weights, dweights = [r0, _shape_of(w1, block), r2], [dr0, None, dr2]
-            gradient_backward(tokens.map(block.cut), gradient, weights, rule, dtokens.map(block.cut), dweights)
-        for count, (_, _, dr0, dr2) in repeated.items():
-            for total, part in ((dw0, dr0), (dw2, dr2)):
-                if total is not None:
-                    total += part.unflatten(0, (q.shape[0], count, q.shape[2])).sum(1)
-        dw1, dmain = (dwork, carry) if normed else (carry, None)
-        dbuffer = None if buffer is None else new(buffer) if dbuffer is None else dbuffer
-        return (None,) * 5 + (dq, *dtokens, dmomentum, dw0, dw1, dw2, dmain, dnorm, dbuffer)
+            before = kept[-1][:, -1] if kept and kept[-1] is not None else layer.buffer
+            grads.block_backward(block, dout, raws, moments, before)
+        return (None,) * 5 + tuple(grads.of_inputs(inputs))
+
+
+class _Gradients:
+    """Gradients while the blocks are walked backwards.
+
+    Attributes:
+        carry: of the weights that accumulate, after the block that is next [B, H, ·, ·].
+        first: of the initial weights where they read as they are, apart from `carry` (weight_norm="pre").
+        buffer: of the momentum buffer after the block that is next.
+    """
+
+    def __init__(self, layer: _Blocks, dout: Tensor | None, raw: Tensor, dwork, draw, dbuffer):
+        new = lambda x: None if x is None else torch.zeros_like(x, memory_format=torch.contiguous_format)  # noqa: E731
+        self.layer, self.buffer = layer, dbuffer
+        self.q, self.momentum, self.norm, self.first = map(new, (layer.q, layer.momentum, layer.norm, layer.w1))
+        self.tokens = layer.tokens.map(new)
+        self.reads = self.tokens.k if layer.read_keys else self.q
+        w02 = None if layer.w02 is None else torch.zeros_like(layer.w02, dtype=layer.w1.dtype)
+        self.net, self._repeated = Net(w02, None), {}
+
+        dwork = new(layer.w1) if dwork is None else dwork.clone(memory_format=torch.contiguous_format)
+        if dout is not None:
+            start = layer.updates * layer.chunk_size
+            reads = layer.tokens.k if layer.read_keys else layer.q
+            dnet = Net(w02, dwork.flatten(0, 1))
+            net, tail = (
+                layer.tail_net(layer.last_work(raw)),
+                [heads_first(x[:, start:]) for x in (reads, dout, self.reads)],
+            )
+            read_backward(tail[0], tail[1], net, tail[2], dnet)
+        if layer.rule.weight_norm == "none":
+            self.carry = dwork
+        elif layer.updates:
+            part, self.norm = normalise_backward(raw, layer.norm, dwork)
+            self.carry = part if draw is None else part + draw
+        else:
+            self.first, self.carry = dwork, new(layer.w1) if draw is None else draw
+
+    def block_net(self, block: _Block, dworks: Tensor | None) -> Net:
+        """Accumulators for a block's chunks as one batch."""
+        if block.count not in self._repeated:
+            w02 = self.layer.net(block).w02
+            self._repeated[block.count] = None if w02 is None else torch.zeros_like(w02, dtype=self.layer.w1.dtype)
+        return Net(self._repeated[block.count], None if dworks is None else dworks.flatten(0, 2))
+
+    def block_backward(self, block: _Block, dout: Tensor | None, raws: Tensor, moments, before: Tensor | None) -> None:
+        """Through the reads, the scan and the gradients of a block; `before` is the momentum buffer before it."""
+        layer, rule = self.layer, self.layer.rule
+        works = layer.working(raws, block.first == 0)
+        draws = torch.zeros_like(works, memory_format=torch.contiguous_format)
+        if dout is not None:
+            reads = layer.tokens.k if layer.read_keys else layer.q
+            net, dnet = layer.net(block, works), self.block_net(block, draws)
+            read_backward(block.cut(reads), block.cut(dout), net, block.cut(self.reads), dnet)
+        if rule.weight_norm == "pre":
+            if block.first == 0:
+                self.first += draws[:, 0]
+                draws[:, 0] = 0
+            draws, dnorms = normalise_backward(raws, layer.norm[:, None], draws)
+            self.norm = self.norm + dnorms.sum(1)
+        dupdate = self.carry[:, None] + _mix(_before(block.count, raws).mT, draws)
+        self.carry = self.carry + draws.sum(1)
+        dmoments = _each_step(rule.sign * dupdate, rule)
+        if rule.muon is not None:
+            dmoments = muon_backward(moments.flatten(0, 2), dmoments.flatten(0, 2), rule).view(moments.shape)
+        if self.buffer is not None:
+            dmoments = torch.cat([dmoments[:, :-1], dmoments[:, -1:] + self.buffer[:, None]], 1)
+        m = layer.block_momentum(block)
+        if m is not None:
+            dmoments, dm, self.buffer = _scan_backward(m, dmoments, before, moments)
+            block.cut(self.momentum).add_(_per_chunk(dm, rule)[..., None, None] / block.chunk_size)
+        gradient = {1: _per_chunk(dmoments, rule).flatten(0, 2)}
+        dtokens, dnet = self.tokens.map(block.cut), self.block_net(block, None)
+        gradient_backward(layer.tokens.map(block.cut), gradient, layer.net(block), rule, dtokens, dnet)
+
+    def of_inputs(self, inputs: list[Tensor | None]) -> list[Tensor | None]:
+        """One gradient per input; zeros where it had no part."""
+        layer, w02, width = self.layer, self.net.w02, self.layer.w1.shape[-1]
+        w0 = w2 = None
+        if w02 is not None:
+            for count, part in self._repeated.items():
+                w02 += part.unflatten(0, (layer.batch, count, layer.heads)).sum(1).flatten(0, 1)
+            w0, w2 = w02[:, :width], w02[:, width:]
+        w1, main = (self.carry, None) if layer.rule.weight_norm == "none" else (self.first, self.carry)
+        grads = [self.q, *self.tokens, self.momentum, w0, w1, w2, main, self.norm, self.buffer]
+        return [
+            None if x is None else torch.zeros_like(x) if g is None else g.reshape(x.shape)
+            for x, g in zip(inputs, grads, strict=True)
+        ]
 
 
 def ttt_parallel(

@@ -19,9 +19,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .ttt_inner import (
+    Net,
     Tokens,
     gradient_backward,
     gradient_forward,
+    heads_first,
+    make_net,
     normalise,
     normalise_backward,
     read_backward,
@@ -51,172 +54,200 @@ class _State(NamedTuple):
     buffer: Weights
 
 
-def chunk_momentum(momentum: Tensor | None, start: int, stop: int) -> Tensor | None:
-    """Mean momentum of tokens [start, stop) of [B, T, H, 1] → [N, 1, 1]."""
-    return None if momentum is None else momentum[:, start:stop].mean(1).reshape(-1, 1, 1)
+class _Loop:
+    """What forward and backward share: the inputs, cut into chunks, and how a state leads to the next."""
 
+    def __init__(self, rule: TTTRule, chunk_size: int, updates: int, inputs: list[Tensor | None]):
+        self.rule, self.updates = rule, updates
+        self.q, k, v, lr0, lr1, lr2, momentum, *fast = inputs
+        self.tokens = Tokens(k, v, lr0, lr1, lr2) if 0 in rule.updated else Tokens(k, v, None, lr1, None)
+        self.read_keys = rule.read_with == "key" and self.q.shape[1] == k.shape[1]
+        self.sizes = [chunk_size] * updates + [max(self.q.shape[1], k.shape[1]) - updates * chunk_size]
+        self.momenta: list[Tensor | None] = [None] * updates
+        if momentum is not None and updates:
+            means = momentum[:, : updates * chunk_size].unflatten(1, (updates, chunk_size)).mean(2)
+            self.momenta = [m.reshape(-1, 1, 1) for m in means.unbind(1)]
+        flat = [None if w is None else w.flatten(0, 1) for w in fast]
+        work, main, self.norm, buffer = (flat[i : i + 3] for i in range(0, 12, 3))
+        raw = main if rule.weight_norm == "pre" else work
+        self.first = _State([w if r is None else r for w, r in zip(work, raw, strict=True)], work, buffer)
+        self.static = make_net(*work, rule, self.q.dtype).w02 if 0 not in rule.updated else None
 
-def _working(raw: Tensor, norm: Tensor | None, rule: TTTRule) -> Tensor:
-    return raw if rule.weight_norm == "none" else normalise(raw, norm)
+    def split(self, x: Tensor) -> list[Tensor]:
+        """[B, T, H, D] → chunks heads first [B, H, C, D], and what is left after the last that updates; views. Tokens
+        that are not there are left out of the last."""
+        if x.shape[1] != sum(self.sizes):
+            return [heads_first(x[:, :0])] * len(self.sizes)
+        return heads_first(x).split(self.sizes, 2)
 
+    def split_tokens(self, tokens: Tokens) -> list[Tokens]:
+        """The chunks that update."""
+        chunks = [[None] * len(self.sizes) if x is None else self.split(x) for x in tokens]
+        return [Tokens(*chunk) for chunk in zip(*chunks, strict=True)][: self.updates]
 
-def _step(state: _State, norm: Weights, tokens: Tokens, m: Tensor | None, rule: TTTRule) -> _State:
-    work = [None if w is None else w.to(tokens.k.dtype) for w in state.work]
-    gradient = gradient_forward(tokens, work, rule, state.work[1].dtype)
-    raw, work, buffer = list(state.raw), list(state.work), list(state.buffer)
-    for i, g in gradient.items():
-        if m is not None and buffer[i] is not None:
-            g = torch.addcmul(g, m, buffer[i])
-        base = state.work[i] if rule.weight_norm == "post" else state.raw[i]
-        raw[i] = torch.add(base, muon_forward(g, rule), alpha=rule.sign)
-        buffer[i] = None if m is None and rule.muon is None else g
-        work[i] = _working(raw[i], norm[i], rule)
-    return _State(raw, work, buffer)
+    def net(self, state: _State) -> Net:
+        """The weights that read, in the type of the tokens."""
+        if 0 in self.rule.updated:
+            return make_net(*state.work, self.rule, self.q.dtype)
+        return Net(self.static, state.work[1].to(self.q.dtype))
 
+    def kept_state(self, c: int, kept: tuple[Tensor | None, ...]) -> _State:
+        """The state that chunk c reads, from what the forward kept: accumulated weights and momentum after each chunk."""
+        if c == 0:
+            return self.first
+        state, size = _State(*(list(kind) for kind in self.first)), 2 * len(self.rule.updated)
+        for place, i in enumerate(self.rule.updated):
+            state.raw[i], state.buffer[i] = kept[(c - 1) * size + 2 * place : (c - 1) * size + 2 * place + 2]
+            state.work[i] = self.working(i, state.raw[i])
+        return state
 
-def _reads_keys(q: Tensor, k: Tensor, rule: TTTRule) -> bool:
-    return rule.read_with == "key" and q.shape[1] == k.shape[1]
+    def working(self, i: int, raw: Tensor) -> Tensor:
+        """The weights that read, from those that accumulate."""
+        return raw if self.rule.weight_norm == "none" else normalise(raw, self.norm[i])
+
+    def step(self, state: _State, net: Net, tokens: Tokens, m: Tensor | None) -> _State:
+        """One gradient step on a chunk's tokens; `net` has the weights of `state`."""
+        rule = self.rule
+        raw, work, buffer = list(state.raw), list(state.work), list(state.buffer)
+        for i, g in gradient_forward(tokens, net, rule, state.work[1].dtype).items():
+            if m is not None and buffer[i] is not None:
+                g = torch.addcmul(g, m, buffer[i])
+            base = state.work[i] if rule.weight_norm == "post" else state.raw[i]
+            raw[i] = torch.add(base, muon_forward(g, rule), alpha=rule.sign)
+            work[i] = self.working(i, raw[i])
+            buffer[i] = None if m is None and rule.muon is None else g
+        return _State(raw, work, buffer)
 
 
 class _Gradients:
-    """Gradients of a state while the chunks are walked backwards."""
+    """Gradients of the state while the chunks are walked backwards, and of everything that lives longer."""
 
-    def __init__(self, work: Weights, main: Weights, buffer: Weights, like: _State):
-        self.work = [
-            None if w is None else (torch.zeros_like(w) if g is None else g.clone())
-            for w, g in zip(like.work, work, strict=True)
-        ]
-        self.main, self.buffer = list(main), list(buffer)
+    def __init__(self, loop: _Loop, last: _State, final: tuple[Tensor | None, ...]):
+        new = lambda x: None if x is None else torch.zeros_like(x, memory_format=torch.contiguous_format)  # noqa: E731
+        self.loop = loop
+        self.q, self.tokens = new(loop.q), loop.tokens.map(new)
+        self.momenta: Weights = [None] * loop.updates
+        w0, w1, _ = last.work
+        linear = loop.rule.fast_weight == "linear"
+        self.net = Net(None if linear else w1.new_zeros(w0.shape[0], 2 * w0.shape[1], w0.shape[2]), new(w1))
+        self.main: Weights = [None] * 3
         self.norm: Weights = [None] * 3
+        self.buffer: Weights = [None] * 3
+        parts = iter(final)
+        for kind in (self.work, self.main, self.buffer) if final else ():
+            for i in loop.rule.updated:
+                g = next(parts)
+                if g is None or (kind is self.main and loop.rule.weight_norm != "pre"):
+                    continue
+                elif kind[i] is None:
+                    kind[i] = g.flatten(0, 1)
+                else:
+                    kind[i].copy_(g.flatten(0, 1))
 
-    def step_backward(
-        self, before: _State, after: _State, norm: Weights, tokens: Tokens, m: Tensor | None, rule: TTTRule, dtokens
-    ) -> Tensor | None:
-        """Through one step, from the gradients after it to those before it; returns the gradient of m [N]."""
-        gradient, dm = {}, None
+    @property
+    def work(self) -> Weights:
+        """Gradients of w0, w1, w2: views of the accumulators."""
+        w02, w1 = self.net
+        return [None, w1, None] if w02 is None else [w02[:, : w1.shape[-1]], w1, w02[:, w1.shape[-1] :]]
+
+    def step_backward(self, before: _State, after: _State, c: int, tokens: Tokens, dtokens: Tokens, net: Net) -> None:
+        """Through one step of chunk c, from the gradients after it to those before it; `net` has the weights before."""
+        rule, m, gradient, dm = self.loop.rule, self.loop.momenta[c], {}, self.momenta[c]
         for i in rule.updated:
-            draw = self.work[i]
+            dwork = draw = self.work[i]
             if rule.weight_norm != "none":
-                draw, dnorm = normalise_backward(after.raw[i], norm[i], draw)
+                draw, dnorm = normalise_backward(after.raw[i], self.loop.norm[i], dwork)
                 self.norm[i] = dnorm if self.norm[i] is None else self.norm[i] + dnorm
-                if rule.weight_norm == "pre" and self.main[i] is not None:
-                    draw = draw + self.main[i]
-            dbuffer = rule.sign * draw
+                if rule.weight_norm == "pre":
+                    self.main[i] = draw = draw if self.main[i] is None else draw + self.main[i]
+                    dwork.zero_()
+                else:
+                    dwork.copy_(draw)
+            g = rule.sign * draw
             if rule.muon is not None:
-                dbuffer = muon_backward(after.buffer[i], dbuffer, rule)
+                g = muon_backward(after.buffer[i], g, rule)
             if m is not None:
-                if self.buffer[i] is not None:
-                    dbuffer = dbuffer + self.buffer[i]
+                g = g if self.buffer[i] is None else g + self.buffer[i]
                 if before.buffer[i] is not None:
-                    part = (dbuffer * before.buffer[i]).sum((-2, -1))
+                    part = (g * before.buffer[i]).sum((-2, -1))
                     dm = part if dm is None else dm + part
-                self.buffer[i] = m * dbuffer
-            gradient[i] = dbuffer
-            if rule.weight_norm == "pre":
-                self.main[i], self.work[i] = draw, torch.zeros_like(draw)
-            else:
-                self.work[i] = draw.clone()
-        work = [None if w is None else w.to(tokens.k.dtype) for w in before.work]
-        gradient_backward(tokens, gradient, work, rule, dtokens, self.work)
-        return dm
+                self.buffer[i] = m * g
+            gradient[i] = g
+        self.momenta[c] = dm
+        gradient_backward(tokens, gradient, net, rule, dtokens, self.net)
+
+    def of_inputs(self, inputs: list[Tensor | None]) -> list[Tensor | None]:
+        """One gradient per input; zeros where it had no part."""
+        momentum = None if inputs[6] is None else torch.zeros_like(inputs[6])
+        for c, dm in enumerate(self.momenta):
+            if dm is not None:
+                size = self.loop.sizes[c]
+                momentum[:, c * size : (c + 1) * size] = dm.view(self.q.shape[0], 1, -1, 1) / size
+        grads = [self.q, *self.tokens, momentum, *self.work, *self.main, *self.norm, *self.buffer]
+        return [
+            None if x is None else torch.zeros_like(x) if g is None else g.reshape(x.shape)
+            for x, g in zip(inputs, grads, strict=True)
+        ]
 
 
 class _Recurrent(torch.autograd.Function):
     """(q, k, v, rates, momentum, fast weights) → output and, if asked, the weights after the last update."""
 
     @staticmethod
-    def forward(ctx, rule, chunk_size, updates, keep, return_state, q, k, v, lr0, lr1, lr2, momentum, *fast):
-        work, main, norm, buffer = (
-            [None if w is None else w.flatten(0, 1) for w in fast[i : i + 3]] for i in range(0, 12, 3)
-        )
-        raw = list(main) if rule.weight_norm == "pre" else list(work)
-        state = _State([work[i] if raw[i] is None else raw[i] for i in range(3)], work, buffer)
-        tokens, reads = Tokens(k, v, lr0, lr1, lr2), k if _reads_keys(q, k, rule) else q
-        out = v.new_empty(*q.shape[:3], fast[1].shape[-2])
-        states = [state]
+    def forward(ctx, rule, chunk_size, updates, keep, return_state, *inputs):
+        loop = _Loop(rule, chunk_size, updates, inputs)
+        out = loop.tokens.v.new_empty(*loop.q.shape[:3], loop.first.work[1].shape[-2])
+        reads, outs = loop.split(loop.tokens.k if loop.read_keys else loop.q), loop.split(out)
+        chunks = loop.split_tokens(loop.tokens)
+        state, kept = loop.first, []
         for c in range(updates + 1):
-            start, stop = c * chunk_size, (c + 1) * chunk_size if c < updates else max(q.shape[1], k.shape[1])
-            weights = [None if w is None else w.to(q.dtype) for w in state.work]
-            read_forward(reads[:, start:stop], weights, rule, out[:, start:stop])
-            if c < updates:
-                m = chunk_momentum(momentum, start, stop)
-                for _ in range(rule.inner_steps):
-                    state = _step(state, norm, tokens.map(lambda x: x[:, start:stop]), m, rule)
-                if keep:
-                    states.append(state)
+            net = loop.net(state)
+            read_forward(reads[c], net, outs[c])
+            for step in range(rule.inner_steps if c < updates else 0):
+                net = loop.net(state) if step else net
+                state = loop.step(state, net, chunks[c], loop.momenta[c])
+            if keep and c < updates:  # without Muon, a momentum buffer is only read by the next step
+                last = c + 1 == updates and rule.muon is None
+                kept += [x for i in rule.updated for x in (state.raw[i], None if last else state.buffer[i])]
         if keep:
             ctx.settings = rule, chunk_size, updates
-            flat = [t for s in states[1:] for i in rule.updated for t in (s.raw[i], s.buffer[i])]
-            ctx.save_for_backward(q, k, v, lr0, lr1, lr2, momentum, *fast, *flat)
+            ctx.save_for_backward(*inputs, *kept)
             ctx.set_materialize_grads(False)
-        batch = q.shape[0]
-        shaped = lambda w: None if w is None else w.unflatten(0, (batch, -1)).clone()  # noqa: E731
         kinds = (state.work, state.raw, state.buffer) if return_state else ()
-        final = [shaped(kind[i]) for kind in kinds for i in rule.updated]
-        return out, *final
+        return out, *(_shaped(kind[i], loop.q.shape[0]) for kind in kinds for i in rule.updated)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dout, *dfinal):
         rule, chunk_size, updates = ctx.settings
-        q, k, v, lr0, lr1, lr2, momentum, *rest = ctx.saved_tensors
-        flat = [None if w is None else w.flatten(0, 1) for w in rest[:12]]
-        work, main, norm, buffer = (flat[i : i + 3] for i in range(0, 12, 3))
-        raw = list(main) if rule.weight_norm == "pre" else list(work)
-        states = [_State([work[i] if raw[i] is None else raw[i] for i in range(3)], work, buffer)]
-        kept = iter(rest[12:])
-        for _ in range(updates):
-            state = _State(list(work), list(work), list(buffer))
-            for i in rule.updated:
-                state.raw[i], state.buffer[i] = next(kept), next(kept)
-                state.work[i] = _working(state.raw[i], norm[i], rule)
-            states.append(state)
-        dwork, dmain, dbuffer = [None] * 3, [None] * 3, [None] * 3
-        if dfinal:
-            parts = iter(dfinal)
-            for kind in (dwork, dmain, dbuffer):
-                for i in rule.updated:
-                    g = next(parts)
-                    kind[i] = None if g is None else g.flatten(0, 1)
-            if rule.weight_norm != "pre":
-                dmain = [None] * 3
-        grads = _Gradients(dwork, dmain, dbuffer, states[-1])
-
-        dq = torch.zeros_like(q, memory_format=torch.contiguous_format)
-        dtokens = Tokens(
-            *(
-                None if x is None else torch.zeros_like(x, memory_format=torch.contiguous_format)
-                for x in (k, v, lr0, lr1, lr2)
-            )
-        )
-        dmomentum = None if momentum is None else torch.zeros_like(momentum)
-        tokens, reads, dreads = Tokens(k, v, lr0, lr1, lr2), q, dq
-        if _reads_keys(q, k, rule):
-            reads, dreads = k, dtokens.k
+        inputs, kept = ctx.saved_tensors[:19], ctx.saved_tensors[19:]
+        loop = _Loop(rule, chunk_size, updates, inputs)
+        state = loop.kept_state(updates, kept)
+        grads = _Gradients(loop, state, dfinal)
+        reads, dreads = (loop.tokens.k, grads.tokens.k) if loop.read_keys else (loop.q, grads.q)
+        reads, dreads, douts = (None if x is None else loop.split(x) for x in (reads, dreads, dout))
+        chunks, dchunks = loop.split_tokens(loop.tokens), loop.split_tokens(grads.tokens)
         for c in range(updates, -1, -1):
-            start, stop = c * chunk_size, (c + 1) * chunk_size if c < updates else max(q.shape[1], k.shape[1])
+            after, state = state, loop.kept_state(c, kept) if c < updates else state
+            net = loop.net(state)
+            if rule.inner_steps == 1:
+                state = state._replace(work=[None] * 3)  # `net` has them now
             if c < updates:
-                m = chunk_momentum(momentum, start, stop)
-                chunk, dchunk = tokens.map(lambda x: x[:, start:stop]), dtokens.map(lambda x: x[:, start:stop])
-                steps = [states[c]]
+                steps = [state]
                 for _ in range(rule.inner_steps - 1):
-                    steps.append(_step(steps[-1], norm, chunk, m, rule))
-                steps.append(states.pop())
-                for before, after in zip(steps[-2::-1], steps[:0:-1], strict=True):
-                    dm = grads.step_backward(before, after, norm, chunk, m, rule, dchunk)
-                    if dm is not None:
-                        dmomentum[:, start:stop] += dm.view(k.shape[0], 1, -1, 1) / (stop - start)
+                    steps.append(loop.step(steps[-1], loop.net(steps[-1]), chunks[c], loop.momenta[c]))
+                for before in reversed(steps):
+                    at = net if before is state else loop.net(before)
+                    grads.step_backward(before, after, c, chunks[c], dchunks[c], at)
+                    after = before
             if dout is not None:
-                weights = [None if w is None else w.to(q.dtype) for w in states[c].work]
-                read_backward(
-                    reads[:, start:stop], dout[:, start:stop], weights, rule, dreads[:, start:stop], grads.work
-                )
-        dfast = [*grads.work, *grads.main, *grads.norm, *grads.buffer]
-        dfast = [
-            None if w is None else torch.zeros_like(w) if g is None else g.view(w.shape)
-            for w, g in zip(rest[:12], dfast, strict=True)
-        ]
-        return (None,) * 5 + (dq, *dtokens, dmomentum, *dfast)
+                read_backward(reads[c], douts[c], net, dreads[c], grads.net)
+        return (None,) * 5 + tuple(grads.of_inputs(inputs))
+
+
+def _shaped(w: Tensor | None, batch: int) -> Tensor | None:
+    """[B·H, ·, ·] → [B, H, ·, ·], a copy."""
+    return None if w is None else w.unflatten(0, (batch, -1)).clone()
 
 
 def ttt_recurrent(
