@@ -128,25 +128,25 @@ def plain_loop(q, k, v, w0, w1, w2, lr0, lr1, lr2, momentum, *, muon: bool, chun
     return torch.cat(out, 1).transpose(0, 1)[None]
 
 
-def both(muon: bool):
-    """The op, the plain loop, and a forward and backward of either, on the same inputs."""
+def make_runs(muon: bool):
+    """Inputs, and a forward and backward of the op and of the plain loop on them."""
     tokens, width, chunk = BACKWARD_SIZE
     inputs = make_inputs(tokens, width, rates=True, grad=True)
     rule = TTTRule(muon="lact" if muon else None)
     gradient = torch.randn(1, tokens, HEADS, width)
 
-    def op():
-        return ttt_attention(**inputs, rule=rule, chunk_size=chunk, implementation="recurrent")
+    def op() -> None:
+        run(ttt_attention(**inputs, rule=rule, chunk_size=chunk, implementation="recurrent"))
 
-    def loop():
-        return plain_loop(**inputs, muon=muon, chunk_size=chunk)
+    def loop() -> None:
+        run(plain_loop(**inputs, muon=muon, chunk_size=chunk))
 
-    def run(function):
+    def run(out: torch.Tensor) -> None:
         for x in inputs.values():
             x.grad = None
-        function().backward(gradient)
+        out.backward(gradient)
 
-    return inputs, op, loop, run
+    return inputs, {"op": op, "loop": loop}
 
 
 def bench_backward(repeats: int) -> list[dict[str, object]]:
@@ -154,19 +154,16 @@ def bench_backward(repeats: int) -> list[dict[str, object]]:
     rows = []
     for muon in (False, True):
         variant = f"baseline {'with' if muon else 'without'} Muon"
-        inputs, op, loop, run = both(muon)
-        grads = {}
-        for name, function in (("op", op), ("loop", loop)):
-            run(function)
+        inputs, runs = make_runs(muon)
+        grads, memory = {}, {}
+        for name, run in runs.items():
+            for x in inputs.values():
+                x.grad = None
+            memory[name] = peak_memory(run)
             grads[name] = {key: x.grad for key, x in inputs.items()}
         for key in inputs:  # orthogonalisation amplifies float32 rounding by up to 490
             check_close(f"{variant}, gradient of {key}", grads["op"][key], grads["loop"][key], 2e-2 if muon else 1e-3)
-        seconds = interleaved({"op": lambda: run(op), "loop": lambda: run(loop)}, repeats)
-        memory = {}
-        for name, function in (("op", op), ("loop", loop)):
-            for x in inputs.values():
-                x.grad = None
-            memory[name] = peak_memory(lambda function=function: run(function))
+        seconds = interleaved(runs, repeats)
         row = {
             "benchmark": "forward and backward",
             "variant": variant,
@@ -180,8 +177,8 @@ def bench_backward(repeats: int) -> list[dict[str, object]]:
             "memory over plain loop": round(memory["op"] / memory["loop"], 3),
         }
         print(
-            f"forward and backward, {variant}: {row['milliseconds']:.0f} ms = {row['time over plain loop']:.2f} of autograd "
-            f"through a plain loop, {row['MiB']:.0f} MiB = {row['memory over plain loop']:.2f} of its memory"
+            f"forward and backward, {variant}: {row['milliseconds']:.0f} ms = {row['time over plain loop']:.2f} of "
+            f"autograd through a plain loop, {row['MiB']:.0f} MiB = {row['memory over plain loop']:.2f} of its memory"
         )
         rows.append(row)
     return rows

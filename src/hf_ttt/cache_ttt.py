@@ -11,8 +11,8 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 from .ttt_state import TTTState
 
 
-class _TTTLayerMixin:
-    """Adds the state of a layer's TTT branch to a cache layer for keys and values.
+class TTTLayer(DynamicLayer):
+    """Cache of a layer whose attention sees all tokens before: keys, values, and the state of its TTT branch.
 
     Attributes:
         ttt: the `TTTState` after all tokens so far, one row per batch row; None before the first.
@@ -59,12 +59,11 @@ class _TTTLayerMixin:
             self.ttt = function(self.ttt)
 
 
-class TTTLayer(_TTTLayerMixin, DynamicLayer):
-    """Cache of a layer whose attention sees all tokens before."""
+class TTTSlidingWindowLayer(TTTLayer, DynamicSlidingWindowLayer):
+    """The same for a layer whose attention sees a window."""
 
-
-class TTTSlidingWindowLayer(_TTTLayerMixin, DynamicSlidingWindowLayer):
-    """Cache of a layer whose attention sees a window."""
+    keys: torch.Tensor
+    values: torch.Tensor
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any):
         states = super().update(key_states, value_states, *args, **kwargs)
@@ -85,8 +84,8 @@ class TTTCache(DynamicCache):
 
     @classmethod
     def adopt(cls, cache: Any, config) -> Cache:
-        """A cache that a model can write: the given one if it is a TTT cache, or an empty `DynamicCache`, which gets the
-        layers of a TTT cache in place.
+        """A cache that a model can write: the given one if it is a TTT cache, or an empty `DynamicCache`, which gets
+        the layers of a TTT cache in place.
 
         Raises:
             ValueError: for any other cache.
@@ -98,8 +97,8 @@ class TTTCache(DynamicCache):
             cache.layers, cache.layer_class_to_replicate = _layers(config), None
             return cache
         raise ValueError(
-            f"the cache is a {type(cache).__name__}, which cannot hold fast weights; pass hf_ttt.TTTCache(model.config), "
-            "an empty DynamicCache, or none and use_cache=True"
+            f"the cache is a {type(cache).__name__}, which cannot hold fast weights; pass "
+            "hf_ttt.TTTCache(model.config), an empty DynamicCache, or none and use_cache=True"
         )
 
 

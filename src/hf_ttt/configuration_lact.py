@@ -205,8 +205,8 @@ class LaCTConfig(PreTrainedConfig):
                 raise ValueError(f"{name}={getattr(self, name)} does not divide hidden_size={self.hidden_size}")
         if (self.hidden_size // self.num_attn_heads) % 2:
             raise ValueError(
-                f"hidden_size={self.hidden_size} over num_attn_heads={self.num_attn_heads} gives an odd head width, which "
-                "rotary embeddings cannot rotate"
+                f"hidden_size={self.hidden_size} over num_attn_heads={self.num_attn_heads} gives an odd head width, "
+                "which rotary embeddings cannot rotate"
             )
         if self.window_size is not None and self.window_size < 1:
             raise ValueError(f"window_size={self.window_size} must be at least 1, or None for all tokens")
@@ -233,8 +233,8 @@ class LaCTConfig(PreTrainedConfig):
         part = self.rope_parameters.get("partial_rotary_factor", 1.0)
         if part != 1.0 and rope_type != "proportional":
             raise ValueError(
-                f"partial_rotary_factor={part} does not fit: rope_type={rope_type!r} rotates whole heads here. Leave it out, "
-                "or set rope_type='proportional'"
+                f"partial_rotary_factor={part} does not fit: rope_type={rope_type!r} rotates whole heads here. Leave "
+                "it out, or set rope_type='proportional'"
             )
 
     def to_dict(self) -> dict[str, Any]:

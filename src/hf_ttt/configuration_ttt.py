@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, Literal
 
 from .ttt_rule import TTTRule
 
@@ -12,7 +12,7 @@ VARIANTS = ("baseline", "variant1", "variant2", "variant3", "variant4", "variant
 IMPLEMENTATIONS = ("auto", "recurrent", "parallel")
 BACKENDS = ("auto", "torch", "triton")
 
-_LOSS_NAME = re.compile(  # of the published code; `_parallel` is read after any of them, and refused where it is not exact
+_LOSS_NAME = re.compile(  # of the published code; `_parallel` is read after any, and refused where it is not exact
     r"((?P<ascent>ga_)?dot_product|(?P<key>no_query_)dot_product|(?P<mse>mse)"
     r"|(?P<last>only_w1)((?P<linear>_straight_qk)(?P<no_rate>_no_lr1)?)?(?P<no_norm>_no_wn)?)(?P<parallel>_parallel)?"
 )
@@ -37,9 +37,9 @@ def parse_loss_name(name: str) -> dict[str, Any]:
     match = _LOSS_NAME.fullmatch(str(name))
     if match is None:
         raise ValueError(
-            f"ttt_loss_type={name!r} is not known; expected 'dot_product', 'mse', or a published name: 'ga_dot_product', "
-            "'no_query_dot_product', or 'only_w1' ['_straight_qk' ['_no_lr1']] ['_no_wn'] ['_parallel']. Other "
-            "combinations are set by ttt_direction, ttt_read_with, ttt_update, ttt_weight_norm and ttt_learnable_lr"
+            f"ttt_loss_type={name!r} is not known; expected 'dot_product', 'mse', or a published name: "
+            "'ga_dot_product', 'no_query_dot_product', or 'only_w1' ['_straight_qk' ['_no_lr1']] ['_no_wn'] ['_parallel']. "
+            "Other combinations are set by ttt_direction, ttt_read_with, ttt_update, ttt_weight_norm and ttt_learnable_lr"
         )
     fields: dict[str, Any] = {"ttt_loss_type": "dot_product"}
     for part, text in match.groupdict().items():
@@ -92,7 +92,7 @@ def resolve_inner_loop(config: Any, prenorm: bool) -> None:
             raise ValueError(f"{field}={getattr(config, field)!r} is not one of {', '.join(map(repr, allowed))}")
 
 
-def make_rule(config: Any, muon: str, detach_norms: bool, muon_steps: int = 5) -> TTTRule:
+def make_rule(config: Any, muon: Literal["lact", "nvs"], detach_norms: bool, muon_steps: int = 5) -> TTTRule:
     """The `TTTRule` of a configuration; `muon` names the architecture's coefficients.
 
     Raises:

@@ -34,7 +34,14 @@ from transformers.utils.output_capturing import capture_outputs
 
 from .cache_ttt import TTTCache
 from .configuration_lact import LaCTConfig
-from .ttt_layout import TTTLayout, make_layout
+from .ttt_layout import (
+    TTTLayout,
+    document_boundaries,
+    document_positions,
+    make_layout,
+    padding_mask,
+    real_positions,
+)
 from .ttt_ops import TTT_FUNCTIONS, evaluate
 from .ttt_state import ttt_init
 
@@ -112,7 +119,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def split_heads(x: Tensor, heads: int) -> Tensor:
-    """[B, T, heads · width] → [B, T, heads, width]; with both sizes given, since one of no elements cannot be inferred."""
+    """[B, T, heads · width] → [B, T, heads, width]. Both sizes are given: with no elements, neither can be inferred."""
     return x.unflatten(-1, (heads, x.shape[-1] // heads))
 
 
@@ -228,9 +235,9 @@ class LaCTAttention(nn.Module):
         offset = BASE_RATE + math.log(-math.expm1(-BASE_RATE))
         if config.ttt_learnable_lr:
             rates = F.softplus(self.lr_proj(hidden_states).to(wide) + offset)
-            rates = split_heads(rates, heads).chunk(3, dim=-1)
+            lr0, lr1, lr2 = split_heads(rates, heads).chunk(3, dim=-1)
         else:
-            rates = (None, None, None)
+            lr0 = lr1 = lr2 = None
         momentum = None
         if config.use_momentum:
             momentum = torch.sigmoid(self.momentum_proj(hidden_states).to(wide))[..., None]
@@ -238,11 +245,24 @@ class LaCTAttention(nn.Module):
         layer = None if cache is None else cache.layers[self.layer_idx]
         w0, w2 = (w() if isinstance(w, LowRankFastWeight) else w for w in (self.w0, self.w2))
         if layer is None or layer.ttt is None:
-            state = ttt_init(*(w.to(wide) for w in (w0, self.w1, w2)), rule, layout.rows)
+            state = ttt_init(w0.to(wide), self.w1.to(wide), w2.to(wide), rule, layout.rows)
         else:
             state = layer.ttt
-        choice = {"implementation": config.ttt_implementation, "backend": config.ttt_backend}
-        out, state = evaluate(q, k, v, *rates, momentum, state, layout, rule=rule, in_place=True, **choice)
+        out, state = evaluate(
+            q,
+            k,
+            v,
+            lr0,
+            lr1,
+            lr2,
+            momentum,
+            state,
+            layout,
+            rule=rule,
+            implementation=config.ttt_implementation,
+            backend=config.ttt_backend,
+            in_place=True,
+        )
         if layer is not None:
             layer.ttt = state
         out = self.ttt_norm(out)
@@ -416,34 +436,36 @@ class LaCTModel(LaCTPreTrainedModel):
         cache = past_key_values if cache is None else cache
         cu_seqlens = kwargs.get("cu_seq_lens_q") if cu_seqlens is None else cu_seqlens
         past = 0 if cache is None else cache.get_seq_length()
-        mask, new_mask = _padding_mask(attention_mask, hidden_states, past)
-        cu_seqlens = _document_boundaries(
+        mask, new_mask = padding_mask(attention_mask, hidden_states, past)
+        cu_seqlens = document_boundaries(
             cu_seqlens, position_ids if mask is None and past == 0 else None, hidden_states
         )
         if cu_seqlens is not None:
-            cache, use_cache = _without_cache(cache), False
+            _check_empty(cache)
+            cache, use_cache = None, False
             if mask is not None:
                 raise ValueError("attention_mask has zeros and packed documents are given: pass one of them")
         if use_cache and self.gradient_checkpointing and self.training and torch.is_grad_enabled():
-            cache, use_cache = _without_cache(cache), False
+            _check_empty(cache)
+            cache, use_cache = None, False
         if cache is not None or use_cache:
             cache = TTTCache(self.config) if cache is None else TTTCache.adopt(cache, self.config)
 
-        document_positions = _document_positions(cu_seqlens, hidden_states)
+        restarting = document_positions(cu_seqlens, hidden_states)
         if position_ids is None:
-            position_ids = document_positions
+            position_ids = restarting
         if position_ids is None:
-            position_ids = _positions(mask, hidden_states, past)
+            position_ids = real_positions(mask, hidden_states, past)
         layout = self._layout(hidden_states, new_mask, cu_seqlens, cache)
         masks = {
             "config": self.config,
             "inputs_embeds": hidden_states,
             "attention_mask": mask,
             CACHE_KEY: cache,
-            "position_ids": position_ids if document_positions is None else document_positions,
+            "position_ids": position_ids if restarting is None else restarting,
         }
         make_mask = create_causal_mask if self.config.window_size is None else create_sliding_window_causal_mask
-        causal_mask = make_mask(**masks)
+        causal_mask = make_mask(**masks) if hidden_states.numel() else None
         position_embeddings = self.rotary_emb(hidden_states, position_ids)
         for layer in self.layers:
             hidden_states = layer(
@@ -464,7 +486,8 @@ class LaCTModel(LaCTPreTrainedModel):
         state = None if cache is None else cache.layers[0].ttt
         counts = None if state is None or state.count is None else state.count.tolist()
         return make_layout(
-            *hidden_states.shape[:2],
+            hidden_states.shape[0],
+            hidden_states.shape[1],
             self.config.lact_chunk_size,
             attention_mask=mask,
             cu_seqlens=cu_seqlens,
@@ -475,62 +498,12 @@ class LaCTModel(LaCTPreTrainedModel):
         )
 
 
-def _padding_mask(attention_mask: Tensor | None, x: Tensor, past: int) -> tuple[Tensor | None, Tensor | None]:
-    """The mask [B, past + T] and its part for the new tokens, each None where it has no zeros."""
-    if attention_mask is None:
-        return None, None
-    expected = (x.shape[0], past + x.shape[1])
-    if attention_mask.dim() != 2 or tuple(attention_mask.shape) != expected:
-        raise ValueError(
-            f"attention_mask has shape {tuple(attention_mask.shape)}; expected a padding mask [{expected[0]}, {expected[1]}] "
-            "over the tokens before and the new ones"
-        )
-    if torch.compiler.is_compiling():
-        return attention_mask, attention_mask[:, past:]
-    new = attention_mask[:, past:]
-    return None if attention_mask.all() else attention_mask, None if new.all() else new
-
-
-def _document_boundaries(cu_seqlens: Tensor | None, position_ids: Tensor | None, x: Tensor) -> Tensor | None:
-    """Boundaries of packed documents in the flat tokens, if there are any."""
-    batch, length = x.shape[:2]
-    if cu_seqlens is not None:
-        if batch != 1:
-            raise ValueError(
-                f"cu_seqlens needs documents packed into one row, but the batch is {batch}: flatten it to 1"
-            )
-        return cu_seqlens.flatten()
-    if position_ids is None or position_ids.dim() != 2 or length < 2:
-        return None
-    starts = position_ids.diff(dim=1) != 1
-    if not starts.any():
-        return None
-    starts = F.pad(starts, (1, 0), value=True).expand(batch, -1).flatten()
-    return F.pad(starts.nonzero()[:, 0], (0, 1), value=batch * length)
-
-
-def _document_positions(cu_seqlens: Tensor | None, x: Tensor) -> Tensor | None:
-    """Positions that restart at each document [B, T]."""
-    if cu_seqlens is None:
-        return None
-    token = torch.arange(x.shape[0] * x.shape[1], device=x.device)
-    starts = cu_seqlens.to(device=x.device, dtype=torch.long)
-    return (token - torch.repeat_interleave(starts[:-1], starts.diff())).view(x.shape[:2])
-
-
-def _positions(mask: Tensor | None, x: Tensor, past: int) -> Tensor:
-    """Positions that count the real tokens of each row."""
-    if mask is None:
-        return torch.arange(past, past + x.shape[1], device=x.device)[None]
-    return ((mask != 0).cumsum(1) - 1).clamp(min=0)[:, past:]
-
-
-def _without_cache(cache: Cache | None) -> None:
-    """Drop a cache that would stay empty; one with tokens cannot be dropped without changing the numbers."""
+def _check_empty(cache: Cache | None) -> None:
+    """Refuse to go on without a cache that has tokens: that would change the numbers."""
     if cache is not None and cache.get_seq_length() > 0:
         raise ValueError(
-            "a cache with tokens was passed together with packed documents or gradient checkpointing in training, which "
-            "cannot continue from it: pass no cache"
+            "a cache with tokens was passed together with packed documents or gradient checkpointing in training, "
+            "which cannot continue from it: pass no cache"
         )
 
 
@@ -585,7 +558,7 @@ class LaCTForCausalLM(LaCTPreTrainedModel, GenerationMixin):
             logits=logits,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
-            **{CACHE_KEY: outputs[CACHE_KEY] if CACHE_KEY in outputs else None},
+            **{CACHE_KEY: outputs.get(CACHE_KEY)},
         )
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any):
@@ -648,7 +621,7 @@ class LaCTForSequenceClassification(LaCTPreTrainedModel):
             logits=logits,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
-            **{CACHE_KEY: outputs[CACHE_KEY] if CACHE_KEY in outputs else None},
+            **{CACHE_KEY: outputs.get(CACHE_KEY)},
         )
 
     def _last_token(self, input_ids: Tensor | None, attention_mask: Tensor | None, x: Tensor) -> Tensor:
@@ -664,7 +637,7 @@ class LaCTForSequenceClassification(LaCTPreTrainedModel):
             return torch.full((batch,), length - 1, device=x.device)
         else:
             raise ValueError(
-                f"a batch of {batch} without attention_mask needs config.pad_token_id to find the last token of each row"
+                f"a batch of {batch} without attention_mask needs config.pad_token_id to find each row's last token"
             )
         return (real * torch.arange(length, device=x.device)).argmax(-1)
 

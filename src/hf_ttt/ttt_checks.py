@@ -72,8 +72,8 @@ def check_weights(q: Tensor, v: Tensor, lr1: Tensor | None, w0, w1: Tensor, w2, 
     if rule.fast_weight == "linear":
         if dh != dk:
             raise ValueError(
-                f"w1 has shape {tuple(w1.shape)}, so its input width is {dh}, but a linear fast network is applied to keys "
-                f"of width {dk}: the two must be equal"
+                f"w1 has shape {tuple(w1.shape)}, so its input width is {dh}, but a linear fast network is applied to "
+                f"keys of width {dk}: the two must be equal"
             )
     else:
         for name, w in (("w0", w0), ("w2", w2)):
@@ -106,7 +106,8 @@ def check_rows(k: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor | No
         )
     if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point() or cu_seqlens.shape[0] < 1:
         raise ValueError(
-            f"cu_seqlens has shape {tuple(cu_seqlens.shape)} and dtype {cu_seqlens.dtype}; expected integers [documents + 1]"
+            f"cu_seqlens has shape {tuple(cu_seqlens.shape)} and dtype {cu_seqlens.dtype}; "
+            "expected integers [documents + 1]"
         )
     if has_values(cu_seqlens):
         ends = cu_seqlens.tolist()
@@ -129,17 +130,21 @@ def _check_padding_mask(mask: Tensor) -> None:
         )
 
 
-def check_values(lr0, lr1, lr2, momentum) -> None:
-    """Rates at least 0 and momentum in [0, 1], none of them NaN."""
-    for name, x in (("lr0", lr0), ("lr1", lr1), ("lr2", lr2)):
-        if x is not None and has_values(x) and not bool((x >= 0).all()):
+def check_values(lr0, lr1, lr2, momentum, attention_mask: Tensor | None) -> None:
+    """Rates at least 0 and momentum in [0, 1], none of them NaN; what stands at padding does not count."""
+    given = {"lr0": lr0, "lr1": lr1, "lr2": lr2, "momentum": momentum}
+    values = {name: x for name, x in given.items() if x is not None and has_values(x)}
+    if attention_mask is not None and has_values(attention_mask):
+        values = {name: x[attention_mask != 0] for name, x in values.items()}
+    for name, x in values.items():
+        if name != "momentum" and not bool((x >= 0).all()):
             raise ValueError(
                 f"{name} has a value that is negative or NaN (least: {x.min().item()}); rates must be at least 0"
             )
-    if momentum is not None and has_values(momentum) and not bool(((momentum >= 0) & (momentum <= 1)).all()):
-        raise ValueError(
-            f"momentum has a value outside [0, 1] or NaN (least {momentum.min().item()}, greatest {momentum.max().item()})"
-        )
+        if name == "momentum" and not bool(((x >= 0) & (x <= 1)).all()):
+            raise ValueError(
+                f"momentum has a value outside [0, 1] or NaN (least {x.min().item()}, greatest {x.max().item()})"
+            )
 
 
 def check_state(state: TTTState, rows: int, chunk_size: int, tokens: dict[str, Tensor | None], rule: TTTRule) -> None:

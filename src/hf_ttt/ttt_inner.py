@@ -16,7 +16,7 @@ products are in the tokens' type, everything that accumulates is in float32 (flo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -98,8 +98,9 @@ class Net(NamedTuple):
     w1: Tensor | None
 
 
-def make_net(w0: Tensor | None, w1: Tensor, w2: Tensor | None, rule: TTTRule, dtype: torch.dtype) -> Net:
-    """A `Net` of weights [N, ·, ·] in the type of the tokens."""
+def make_net(work: Sequence[Tensor | None], rule: TTTRule, dtype: torch.dtype) -> Net:
+    """A `Net` of w0, w1, w2 [N, ·, ·] in the type of the tokens."""
+    w0, w1, w2 = work
     w02 = None if rule.fast_weight == "linear" else torch.cat([w0, w2], 1).to(dtype)
     return Net(w02, w1.to(dtype))
 

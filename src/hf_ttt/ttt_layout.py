@@ -1,9 +1,9 @@
 # Copyright 2026 The hf-ttt authors. Licensed under the Apache License, Version 2.0.
 """Padding, packed documents and unfinished chunks ↔ aligned rows, in one place.
 
-An op of this package sees rows whose first token opens a chunk and whose chunks are full but for the last. A layout says
-how the tokens of a call, and those of unfinished chunks from before it, are arranged so: it is made once for a forward
-pass and used by each layer.
+An op of this package sees rows whose first token opens a chunk and whose chunks are full but for the last. A layout
+says how the tokens of a call, and those of unfinished chunks from before it, are arranged so: it is made once for a
+forward pass and used by each layer.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 
 @dataclass
@@ -23,6 +24,12 @@ class RowGroup:
     length: int
     updates: int
     state_rows: Tensor | None  # [rows] which rows of the state these are; None: all, in order
+
+    def cut(self, x: Tensor | None) -> Tensor | None:
+        """The group's rows [rows, length, H, D] of arranged positions [P, H, D]."""
+        if x is None:
+            return None
+        return x[self.start : self.start + self.rows * self.length].unflatten(0, (self.rows, self.length))
 
 
 @dataclass
@@ -37,8 +44,8 @@ class TTTLayout:
         before, total: for aligned rows, the tokens in the unfinished chunk of each row, without and with the new ones.
         totals: the same with the new ones, per row, where rows differ and their lengths are known on the host.
         groups: the rows by number of updates.
-        source: for each arranged position the token it holds: b T + t of a new token, B T + r C + s of slot s of row r's
-            unfinished chunk; None where the rows are the call's rows as they are.
+        source: for each arranged position the token it holds: b T + t of a new token, B T + r C + s of slot s of row
+            r's unfinished chunk; None where the rows are the call's rows as they are.
         valid: whether an arranged position holds a token.
         target: for each token of the call the arranged position that holds it [B T].
         real: whether a token of the call is not padding [B T].
@@ -97,7 +104,7 @@ class TTTLayout:
         return slots
 
     def arrange(self, x: Tensor | None, pending: Tensor | None = None) -> Tensor | None:
-        """Tokens [B, T, H, D], after unfinished chunks [rows, C, H, D], as arranged positions [P, H, D]; zeros elsewhere."""
+        """Tokens [B, T, H, D], after unfinished chunks [rows, C, H, D], as arranged positions [P, H, D]; else zeros."""
         return None if x is None else _take(x, pending, self.source, self.valid)
 
     def arrange_tail(self, x: Tensor | None, pending: Tensor | None = None) -> Tensor | None:
@@ -150,12 +157,12 @@ def make_layout(
     their lengths on the host (one synchronisation).
     """
     if attention_mask is None and cu_seqlens is None and (counts is None or len(set(counts)) <= 1):
-        before = counts[0] if counts else 0
-        total = before + length
+        first = counts[0] if counts else 0
+        total = first + length
         updates = total // chunk_size if return_state else max(total - 1, 0) // chunk_size
         group = RowGroup(0, batch, total, updates, None)
         has_counts = counts is not None
-        return TTTLayout(batch, length, chunk_size, batch, return_state, [group], has_counts, before, total)
+        return TTTLayout(batch, length, chunk_size, batch, return_state, [group], has_counts, first, total)
     token = torch.arange(batch * length, device=device)
     if cu_seqlens is not None:
         lengths, row, rank, real = _document_rows(cu_seqlens, token)
@@ -167,39 +174,44 @@ def make_layout(
         if counts is None and not return_state:
             return _masked_layout(batch, length, chunk_size, token, row, rank, real)
         lengths = (mask != 0).sum(1).tolist()
-    rows = len(lengths)
-    counts = counts or ([0] * rows if has_state or return_state else None)
-    totals = [p + t for p, t in zip(counts or [0] * rows, lengths, strict=True)]
-    shared = not has_state and not return_state
-    groups, base = _group_rows(totals, chunk_size, return_state, shared, device)
-    size = sum(g.rows * g.length for g in groups)
-    layout = TTTLayout(batch, length, chunk_size, rows, return_state, groups, counts is not None, totals=totals)
-    before = torch.tensor(counts or [0] * rows, device=device)
-    base = torch.tensor(base, device=device, dtype=torch.long)
-    position = rank + (before[row] if rows else 0)
+    counts = counts or ([0] * len(lengths) if has_state or return_state else None)
+    totals = [p + t for p, t in zip(counts or [0] * len(lengths), lengths, strict=True)]
+    groups, base = _group_rows(totals, chunk_size, return_state, not has_state and not return_state, device)
+    layout = TTTLayout(batch, length, chunk_size, len(lengths), return_state, groups, counts is not None, totals=totals)
     layout.real = real
-    layout.target = torch.where(real, (base[row] if rows else 0) + position, 0)
-    slots = torch.arange(chunk_size, device=device)
-    slot_token = batch * length + torch.arange(rows, device=device)[:, None] * chunk_size + slots
+    if layout.rows:
+        _arrange_rows(layout, counts or [0] * len(lengths), base, token, row, rank)
+    else:
+        layout.source = layout.target = token
+        layout.valid = layout.real
+        layout.tail, layout.tail_valid = token.view(0, chunk_size), real.view(0, chunk_size)
+    return layout
+
+
+def _arrange_rows(layout: TTTLayout, counts: list[int], base: list[int], token: Tensor, row: Tensor, rank: Tensor):
+    """Fill in where tokens go: `base` is where each row starts, `row` and `rank` each token's row and place in it."""
+    size, device, real = layout.chunk_size, token.device, layout.real
+    before = torch.tensor(counts, device=device)
+    starts = torch.tensor(base, device=device)
+    position = rank + before[row]
+    layout.target = torch.where(real, starts[row] + position, 0)
+    slots = torch.arange(size, device=device)
+    slot_token = token.shape[0] + torch.arange(layout.rows * size, device=device).view(layout.rows, size)
     slot_real = slots < before[:, None]
-    source_of = lambda size, target, slot_target: _invert(  # noqa: E731
-        size, [(target, token, real), (slot_target, slot_token, slot_real)]
-    )
-    layout.source, layout.valid = source_of(size, layout.target, base[:, None] + slots)
+    parts = [(layout.target, token, real), (starts[:, None] + slots, slot_token, slot_real)]
+    layout.source, layout.valid = _invert(sum(g.rows * g.length for g in layout.groups), parts)
     if layout.within_chunk:
         kept = real.nonzero()[:, 0]
         layout.appended = kept, row[kept], position[kept]
-    if return_state:
-        done = torch.tensor([total - total % chunk_size for total in totals], device=device, dtype=torch.long)
-        first = torch.arange(rows, device=device) * chunk_size
-        new_slot, old_slot = position - (done[row] if rows else 0), slots - done[:, None]
-        real, slot_real = real & (new_slot >= 0), slot_real & (old_slot >= 0)
-        tail = _invert(
-            rows * chunk_size,
-            [((first[row] if rows else 0) + new_slot, token, real), (first[:, None] + old_slot, slot_token, slot_real)],
-        )
-        layout.tail, layout.tail_valid = (x.view(rows, chunk_size) for x in tail)
-    return layout
+    if layout.return_state:
+        done = torch.tensor([total - total % size for total in layout.totals], device=device)
+        first = torch.arange(layout.rows, device=device) * size
+        new_slot, old_slot = position - done[row], slots - done[:, None]
+        parts = [
+            (first[row] + new_slot, token, real & (new_slot >= 0)),
+            (first[:, None] + old_slot, slot_token, slot_real & (old_slot >= 0)),
+        ]
+        layout.tail, layout.tail_valid = (x.view(layout.rows, size) for x in _invert(layout.rows * size, parts))
 
 
 def _document_rows(cu_seqlens: Tensor, token: Tensor) -> tuple[list[int], Tensor, Tensor, Tensor]:
@@ -252,3 +264,53 @@ def _invert(size: int, parts: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tens
         source = source.scatter(0, at, value.flatten())
         valid = valid.scatter(0, at, real.flatten())
     return source[:size], valid[:size]
+
+
+def padding_mask(attention_mask: Tensor | None, x: Tensor, past: int) -> tuple[Tensor | None, Tensor | None]:
+    """The mask [B, past + T] and its part for the new tokens, each None where it has no zeros."""
+    if attention_mask is None:
+        return None, None
+    expected = (x.shape[0], past + x.shape[1])
+    if attention_mask.dim() != 2 or tuple(attention_mask.shape) != expected:
+        raise ValueError(
+            f"attention_mask has shape {tuple(attention_mask.shape)}; expected a padding mask "
+            f"[{expected[0]}, {expected[1]}] over the tokens before and the new ones"
+        )
+    if torch.compiler.is_compiling():
+        return attention_mask, attention_mask[:, past:]
+    new = attention_mask[:, past:]
+    return None if attention_mask.all() else attention_mask, None if new.all() else new
+
+
+def document_boundaries(cu_seqlens: Tensor | None, position_ids: Tensor | None, x: Tensor) -> Tensor | None:
+    """Boundaries of packed documents in the flat tokens, if there are any."""
+    batch, length = x.shape[:2]
+    if cu_seqlens is not None:
+        if batch != 1:
+            raise ValueError(
+                f"cu_seqlens needs documents packed into one row, but the batch is {batch}: flatten it to 1"
+            )
+        return cu_seqlens.flatten()
+    if position_ids is None or position_ids.dim() != 2 or length < 2:
+        return None
+    starts = position_ids.diff(dim=1) != 1
+    if not starts.any():
+        return None
+    starts = pad(starts, (1, 0), value=True).expand(batch, -1).flatten()
+    return pad(starts.nonzero()[:, 0], (0, 1), value=batch * length)
+
+
+def document_positions(cu_seqlens: Tensor | None, x: Tensor) -> Tensor | None:
+    """Positions that restart at each document [B, T]."""
+    if cu_seqlens is None:
+        return None
+    token = torch.arange(x.shape[0] * x.shape[1], device=x.device)
+    starts = cu_seqlens.to(device=x.device, dtype=torch.long)
+    return (token - torch.repeat_interleave(starts[:-1], starts.diff())).view(x.shape[:2])
+
+
+def real_positions(mask: Tensor | None, x: Tensor, past: int) -> Tensor:
+    """Positions that count the real tokens of each row."""
+    if mask is None:
+        return torch.arange(past, past + x.shape[1], device=x.device)[None]
+    return ((mask != 0).cumsum(1) - 1).clamp(min=0)[:, past:]

@@ -2,8 +2,8 @@
 """Newton–Schulz orthogonalisation of an update ("Muon"), with a hand-written backward.
 
 Coefficients: the five triples of LaCT's language model and the single triple of LaCT's novel-view model (Zhang et al.,
-arXiv 2505.23884), after Muon (Jordan et al., 2024). The published code iterates in bfloat16. Rounding is amplified by up
-to Π a ≈ 490 in weak singular directions, so that two kernels in bfloat16 do not agree; float32 is the default here.
+arXiv 2505.23884), after Muon (Jordan et al., 2024). The published code iterates in bfloat16. Rounding is amplified by
+up to Π a ≈ 490 in weak singular directions, so that two kernels in bfloat16 do not agree; float32 is the default here.
 """
 
 import torch
@@ -62,7 +62,8 @@ def muon_forward(g: Tensor, rule: TTTRule) -> Tensor:
 def muon_backward(g: Tensor, grad: Tensor, rule: TTTRule) -> Tensor:
     """Gradient of `muon_forward` at `g` [N, m, n] for the output gradient `grad`; the iterates are computed again.
 
-    With P symmetric, the gradient of X ↦ aX + PX needs only the symmetric part D of grad·Xᵀ: four products an iteration.
+    With P symmetric, the gradient of X ↦ aX + PX needs only the symmetric part D of grad·Xᵀ: four products an
+    iteration.
     """
     if rule.muon is None:
         return grad

@@ -1,5 +1,5 @@
 # Copyright 2026 The hf-ttt authors. Licensed under the Apache License, Version 2.0.
-"""The TTT layer as functions of tensors: `ttt_attention` over sequences, and its two primitives `ttt_update`, `ttt_read`."""
+"""The TTT layer as functions of tensors: `ttt_attention` over sequences; its primitives `ttt_update` and `ttt_read`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PENDING = ("k", "v", "lr0", "lr1", "lr2", "momentum")
 
 
 class TTTInterface:
-    """Registry of evaluations, `(implementation, backend) → function`, in the manner of transformers' attention interface.
+    """Registry of evaluations, `(implementation, backend) → function`, like transformers' attention interface.
 
     A function has the signature of `ttt_recurrent`: aligned rows in, output and fast weights out.
     """
@@ -118,7 +118,8 @@ def ttt_attention(
 
     Returns:
         The output [B, T, H, Dv] in the type of v (of the autocast type under autocast); with `return_state` also the
-        `TTTState`. Unused inputs, such as lr0 when only w1 is updated, get zero gradients. There is no second derivative.
+        `TTTState`. Unused inputs, such as lr0 when only w1 is updated, get zero gradients. There is no second
+        derivative.
 
     Raises:
         ValueError: for shapes that do not fit, "parallel" where it is not exact and, for tensors on the CPU outside of
@@ -128,7 +129,7 @@ def ttt_attention(
     check_tokens(q, k, v, lr0, lr1, lr2, momentum)
     check_chunk_size(chunk_size)
     check_rows(k, attention_mask, cu_seqlens)
-    check_values(lr0, lr1, lr2, momentum)
+    check_values(lr0, lr1, lr2, momentum, attention_mask)
     batch, length = k.shape[:2]
     rows = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if cu_seqlens is not None or (attention_mask is not None and has_values(attention_mask) and attention_mask.all()):
@@ -225,18 +226,13 @@ def _evaluate_arranged(q, tokens, state: TTTState, layout: TTTLayout, rule, func
         part = fast
         if rows is not None:
             part = FastWeights(*([None if w is None else w.index_select(0, rows) for w in kind] for kind in fast))
-        cut = (
-            lambda x, g=group: (  # noqa: E731
-                None if x is None else x[g.start : g.start + g.rows * g.length].unflatten(0, (g.rows, g.length))
-            )
-        )
         settings = {"chunk_size": layout.chunk_size, "updates": group.updates, "return_state": layout.return_state}
-        out, part = function(cut(arranged_q), *map(cut, arranged.values()), part, rule=rule, **settings)
+        out, part = function(group.cut(arranged_q), *map(group.cut, arranged.values()), part, rule=rule, **settings)
         outputs.append(out.flatten(0, 1))
         parts.append(part)
     width = (q.shape[2], tokens["v"].shape[-1])
     flat = torch.cat(outputs) if outputs else q.new_zeros(0, *width)
-    out = layout.restore(flat) if q.shape[0] * q.shape[1] else q.new_zeros(*q.shape[:2], *width)
+    out = layout.restore(flat)
     if not layout.return_state:
         return out, None
     order = [r for group in layout.groups for r in group.state_rows.tolist()]
@@ -342,10 +338,11 @@ def ttt_update(
     check_weights(k, v, lr1, *state.weights, rule, k.shape[0])
     if k.shape[1] == 0:
         return state
-    tokens = (k, v, *(None if x is None else x.to(state.w1.dtype) for x in (lr0, lr1, lr2, momentum)))
+    lr0, lr1, lr2, momentum = (None if x is None else x.to(state.w1.dtype) for x in (lr0, lr1, lr2, momentum))
+    tokens = k[:, :0], k, v, lr0, lr1, lr2, momentum
     with torch.autocast(k.device.type, enabled=False):
-        settings = {"rule": rule, "chunk_size": k.shape[1], "updates": 1, "return_state": True}
-        _, fast = ttt_recurrent(k[:, :0], *tokens, _fast_weights(state), **settings)
+        fast = _fast_weights(state)
+        _, fast = ttt_recurrent(*tokens, fast, rule=rule, chunk_size=k.shape[1], updates=1, return_state=True)
     return _with_fast_weights(state, fast)
 
 
@@ -358,7 +355,7 @@ def ttt_read(state: TTTState, q: Tensor, *, rule: TTTRule) -> Tensor:
     """
     if q.dim() != 4 or q.shape[0] != state.batch_size or q.shape[2] != state.w1.shape[1]:
         raise ValueError(
-            f"q has shape {tuple(q.shape)}; expected [{state.batch_size}, tokens, {state.w1.shape[1]}, width] to fit the state"
+            f"q has shape {tuple(q.shape)}; expected [{state.batch_size}, tokens, {state.w1.shape[1]}, width]"
         )
     empty = q[:, :0]
     v = q.new_empty(q.shape[0], 0, q.shape[2], state.w1.shape[-2])

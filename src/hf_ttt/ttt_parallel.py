@@ -1,18 +1,19 @@
 # Copyright 2026 The hf-ttt authors. Licensed under the Apache License, Version 2.0.
 """All chunks at once: the evaluation of a parallelizable rule as linear attention, with its own backward.
 
-With φ fixed and a dot-product loss the update of a chunk, G_c = Vᵀ (η φ(K)), reads no state, so the states follow from a
-scan (paper, theorem 5.3 and appendix H, with chunk-exclusive sums as in the published code):
+With φ fixed and a dot-product loss the update of a chunk, G_c = Vᵀ (η φ(K)), reads no state, so the states follow from
+a scan (paper, theorem 5.3 and appendix H, with chunk-exclusive sums as in the published code):
 
     M_c = Σ_{j ≤ c} D_cj G_j       D_cj = Π_{s = j+1..c} m_s
     S_c = w1 ± Σ_{j < c} muon(M_j)       o = S_c φ(q)
 
-D is built by products along its columns, never by a division, so that it is exact for any momentum in [0, 1]. Chunks are
-taken in blocks: on a CPU as many as stay in cache, since all of them at once are slower there than one after the other.
+D is built by products along its columns, never by a division, so that it is exact for any momentum in [0, 1]. Chunks
+are taken in blocks: on a CPU as many as stay in cache, since all of them at once are slower there than one by one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -25,11 +26,11 @@ from .ttt_inner import (
     gradient_backward,
     gradient_forward,
     heads_first,
+    make_net,
     normalise,
     normalise_backward,
     read_backward,
     read_forward,
-    make_net,
     tile_length,
 )
 from .ttt_muon import muon_backward, muon_forward
@@ -40,18 +41,18 @@ SCAN_BLOCK = 16  # chunks per block: the scan costs 2·16 products of an element
 
 
 class _Block(NamedTuple):
-    """Chunks [first, first + count) of a sequence."""
+    """Chunks [first, first + chunks) of a sequence."""
 
     first: int
-    count: int
+    chunks: int
     chunk_size: int
 
     def cut(self, x: Tensor | None) -> Tensor | None:
-        """[B, T, H, D] → the block's chunks heads first [B, count, H, C, D], a view."""
+        """[B, T, H, D] → the block's chunks heads first [B, chunks, H, C, D], a view."""
         if x is None:
             return None
-        start, size = self.first * self.chunk_size, self.count * self.chunk_size
-        return heads_first(x[:, start : start + size].unflatten(1, (self.count, self.chunk_size)))
+        start, size = self.first * self.chunk_size, self.chunks * self.chunk_size
+        return heads_first(x[:, start : start + size].unflatten(1, (self.chunks, self.chunk_size)))
 
 
 def _decay(m: Tensor) -> Tensor:
@@ -107,27 +108,27 @@ def _per_chunk(x: Tensor, rule: TTTRule) -> Tensor:
 class _Blocks:
     """What forward and backward share: the inputs, cut into blocks, and the static features' weights for each."""
 
-    def __init__(self, rule: TTTRule, chunk_size: int, updates: int, inputs: list[Tensor | None]):
+    def __init__(self, rule: TTTRule, chunk_size: int, updates: int, inputs: Sequence[Tensor | None]):
         self.rule, self.chunk_size, self.updates = rule, chunk_size, updates
         self.q, k, v, _, lr1, _, self.momentum, w0, self.w1, w2, self.main, self.norm, self.buffer = inputs
         self.tokens = Tokens(k, v, None, lr1, None)
         self.read_keys = rule.read_with == "key"
         self.batch, self.heads = self.q.shape[0], self.q.shape[2]
         flat = [None if w is None else w.flatten(0, 1) for w in (w0, self.w1, w2)]
-        self.w02 = make_net(*flat, rule, self.q.dtype).w02
+        self.w02 = make_net(flat, rule, self.q.dtype).w02
         size = max(1, min(SCAN_BLOCK, tile_length(self.batch * self.heads, self.w1.shape[-1], k) // chunk_size))
         self.blocks = [_Block(c, min(size, updates - c), chunk_size) for c in range(0, updates, size)]
         self._repeated: dict[int, Tensor | None] = {}
 
     def net(self, block: _Block, works: Tensor | None = None) -> Net:
-        """The weights that read a block's chunks [B, count, H, ·, ·] as one batch; without them w1 is only a shape."""
-        if block.count not in self._repeated:
-            self._repeated[block.count] = self._repeat(self.w02, block.count)
+        """The weights that read a block's chunks [B, chunks, H, ·, ·] as one batch; without them w1 is only a shape."""
+        if block.chunks not in self._repeated:
+            self._repeated[block.chunks] = self._repeat(self.w02, block.chunks)
         if works is None:
-            w1 = self.w1.new_empty(1, 1, 1).expand(self.batch * block.count * self.heads, *self.w1.shape[-2:])
+            w1 = self.w1.new_empty(1, 1, 1).expand(self.batch * block.chunks * self.heads, *self.w1.shape[-2:])
         else:
             w1 = works.flatten(0, 2).to(self.q.dtype)
-        return Net(self._repeated[block.count], w1)
+        return Net(self._repeated[block.chunks], w1)
 
     def tail_net(self, work: Tensor) -> Net:
         """The weights that read what is left after the last block."""
@@ -136,10 +137,10 @@ class _Blocks:
     def _repeat(self, w: Tensor | None, count: int) -> Tensor | None:
         if w is None:
             return None
-        return w.unflatten(0, (self.batch, -1))[:, None].expand(-1, count, -1, -1, -1).flatten(0, 2)
+        return w.unflatten(0, (self.batch, self.heads))[:, None].expand(-1, count, -1, -1, -1).flatten(0, 2)
 
     def block_momentum(self, block: _Block) -> Tensor | None:
-        """Mean momentum of each step of a block [B, count · inner_steps, H]."""
+        """Mean momentum of each step of a block [B, chunks · inner_steps, H]."""
         if self.momentum is None:
             return None
         return _each_step(block.cut(self.momentum).mean(-2)[..., 0], self.rule)
@@ -172,12 +173,12 @@ class _Parallel(torch.autograd.Function):
         kept = []
         for block in layer.blocks:
             g = gradient_forward(layer.tokens.map(block.cut), layer.net(block), rule, w1.dtype)[1]
-            g = g.unflatten(0, (layer.batch, block.count, layer.heads))
+            g = g.unflatten(0, (layer.batch, block.chunks, layer.heads))
             m = layer.block_momentum(block)
             moments = _scan(_each_step(g, rule), m, buffer)
             update = _per_chunk(muon_forward(moments.flatten(0, 2), rule).view(moments.shape), rule)
             update = rule.sign * update
-            raws, raw = raw[:, None] + _mix(_before(block.count, w1), update), raw + update.sum(1)
+            raws, raw = raw[:, None] + _mix(_before(block.chunks, w1), update), raw + update.sum(1)
             buffer = None if m is None else moments[:, -1]
             works = layer.working(raws, block.first == 0)
             read_forward(block.cut(reads), layer.net(block, works), block.cut(out))
@@ -223,7 +224,8 @@ class _Gradients:
         self.tokens = layer.tokens.map(new)
         self.reads = self.tokens.k if layer.read_keys else self.q
         w02 = None if layer.w02 is None else torch.zeros_like(layer.w02, dtype=layer.w1.dtype)
-        self.net, self._repeated = Net(w02, None), {}
+        self.net = Net(w02, None)
+        self._repeated: dict[int, Tensor | None] = {}
 
         dwork = new(layer.w1) if dwork is None else dwork.clone(memory_format=torch.contiguous_format)
         if dout is not None:
@@ -245,10 +247,10 @@ class _Gradients:
 
     def block_net(self, block: _Block, dworks: Tensor | None) -> Net:
         """Accumulators for a block's chunks as one batch."""
-        if block.count not in self._repeated:
+        if block.chunks not in self._repeated:
             w02 = self.layer.net(block).w02
-            self._repeated[block.count] = None if w02 is None else torch.zeros_like(w02, dtype=self.layer.w1.dtype)
-        return Net(self._repeated[block.count], None if dworks is None else dworks.flatten(0, 2))
+            self._repeated[block.chunks] = None if w02 is None else torch.zeros_like(w02, dtype=self.layer.w1.dtype)
+        return Net(self._repeated[block.chunks], None if dworks is None else dworks.flatten(0, 2))
 
     def block_backward(self, block: _Block, dout: Tensor | None, raws: Tensor, moments, before: Tensor | None) -> None:
         """Through the reads, the scan and the gradients of a block; `before` is the momentum buffer before it."""
@@ -265,7 +267,7 @@ class _Gradients:
                 draws[:, 0] = 0
             draws, dnorms = normalise_backward(raws, layer.norm[:, None], draws)
             self.norm = self.norm + dnorms.sum(1)
-        dupdate = self.carry[:, None] + _mix(_before(block.count, raws).mT, draws)
+        dupdate = self.carry[:, None] + _mix(_before(block.chunks, raws).mT, draws)
         self.carry = self.carry + draws.sum(1)
         dmoments = _each_step(rule.sign * dupdate, rule)
         if rule.muon is not None:
@@ -280,7 +282,7 @@ class _Gradients:
         dtokens, dnet = self.tokens.map(block.cut), self.block_net(block, None)
         gradient_backward(layer.tokens.map(block.cut), gradient, layer.net(block), rule, dtokens, dnet)
 
-    def of_inputs(self, inputs: list[Tensor | None]) -> list[Tensor | None]:
+    def of_inputs(self, inputs: Sequence[Tensor | None]) -> list[Tensor | None]:
         """One gradient per input; zeros where it had no part."""
         layer, w02, width = self.layer, self.net.w02, self.layer.w1.shape[-1]
         w0 = w2 = None

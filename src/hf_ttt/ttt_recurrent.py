@@ -12,6 +12,7 @@ Everything here is [N, ·, ·] with N = rows · heads.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -57,7 +58,7 @@ class _State(NamedTuple):
 class _Loop:
     """What forward and backward share: the inputs, cut into chunks, and how a state leads to the next."""
 
-    def __init__(self, rule: TTTRule, chunk_size: int, updates: int, inputs: list[Tensor | None]):
+    def __init__(self, rule: TTTRule, chunk_size: int, updates: int, inputs: Sequence[Tensor | None]):
         self.rule, self.updates = rule, updates
         self.q, k, v, lr0, lr1, lr2, momentum, *fast = inputs
         self.tokens = Tokens(k, v, lr0, lr1, lr2) if 0 in rule.updated else Tokens(k, v, None, lr1, None)
@@ -71,7 +72,7 @@ class _Loop:
         work, main, self.norm, buffer = (flat[i : i + 3] for i in range(0, 12, 3))
         raw = main if rule.weight_norm == "pre" else work
         self.first = _State([w if r is None else r for w, r in zip(work, raw, strict=True)], work, buffer)
-        self.static = make_net(*work, rule, self.q.dtype).w02 if 0 not in rule.updated else None
+        self.static = make_net(work, rule, self.q.dtype).w02 if 0 not in rule.updated else None
 
     def split(self, x: Tensor) -> list[Tensor]:
         """[B, T, H, D] → chunks heads first [B, H, C, D], and what is left after the last that updates; views. Tokens
@@ -88,11 +89,11 @@ class _Loop:
     def net(self, state: _State) -> Net:
         """The weights that read, in the type of the tokens."""
         if 0 in self.rule.updated:
-            return make_net(*state.work, self.rule, self.q.dtype)
+            return make_net(state.work, self.rule, self.q.dtype)
         return Net(self.static, state.work[1].to(self.q.dtype))
 
     def kept_state(self, c: int, kept: tuple[Tensor | None, ...]) -> _State:
-        """The state that chunk c reads, from what the forward kept: accumulated weights and momentum after each chunk."""
+        """The state that chunk c reads, from what the forward kept: accumulated weights and momentum after chunks."""
         if c == 0:
             return self.first
         state, size = _State(*(list(kind) for kind in self.first)), 2 * len(self.rule.updated)
@@ -176,13 +177,13 @@ class _Gradients:
         self.momenta[c] = dm
         gradient_backward(tokens, gradient, net, rule, dtokens, self.net)
 
-    def of_inputs(self, inputs: list[Tensor | None]) -> list[Tensor | None]:
+    def of_inputs(self, inputs: Sequence[Tensor | None]) -> list[Tensor | None]:
         """One gradient per input; zeros where it had no part."""
         momentum = None if inputs[6] is None else torch.zeros_like(inputs[6])
         for c, dm in enumerate(self.momenta):
             if dm is not None:
                 size = self.loop.sizes[c]
-                momentum[:, c * size : (c + 1) * size] = dm.view(self.q.shape[0], 1, -1, 1) / size
+                momentum[:, c * size : (c + 1) * size] = dm.view(self.q.shape[0], 1, self.q.shape[2], 1) / size
         grads = [self.q, *self.tokens, momentum, *self.work, *self.main, *self.norm, *self.buffer]
         return [
             None if x is None else torch.zeros_like(x) if g is None else g.reshape(x.shape)
@@ -214,7 +215,7 @@ class _Recurrent(torch.autograd.Function):
             ctx.save_for_backward(*inputs, *kept)
             ctx.set_materialize_grads(False)
         kinds = (state.work, state.raw, state.buffer) if return_state else ()
-        return out, *(_shaped(kind[i], loop.q.shape[0]) for kind in kinds for i in rule.updated)
+        return out, *(_shaped(kind[i], loop.q) for kind in kinds for i in rule.updated)
 
     @staticmethod
     @once_differentiable
@@ -225,7 +226,8 @@ class _Recurrent(torch.autograd.Function):
         state = loop.kept_state(updates, kept)
         grads = _Gradients(loop, state, dfinal)
         reads, dreads = (loop.tokens.k, grads.tokens.k) if loop.read_keys else (loop.q, grads.q)
-        reads, dreads, douts = (None if x is None else loop.split(x) for x in (reads, dreads, dout))
+        read_chunks, dread_chunks = loop.split(reads), loop.split(dreads)
+        dout_chunks = None if dout is None else loop.split(dout)
         chunks, dchunks = loop.split_tokens(loop.tokens), loop.split_tokens(grads.tokens)
         for c in range(updates, -1, -1):
             after, state = state, loop.kept_state(c, kept) if c < updates else state
@@ -240,14 +242,14 @@ class _Recurrent(torch.autograd.Function):
                     at = net if before is state else loop.net(before)
                     grads.step_backward(before, after, c, chunks[c], dchunks[c], at)
                     after = before
-            if dout is not None:
-                read_backward(reads[c], douts[c], net, dreads[c], grads.net)
+            if dout_chunks is not None:
+                read_backward(read_chunks[c], dout_chunks[c], net, dread_chunks[c], grads.net)
         return (None,) * 5 + tuple(grads.of_inputs(inputs))
 
 
-def _shaped(w: Tensor | None, batch: int) -> Tensor | None:
-    """[B·H, ·, ·] → [B, H, ·, ·], a copy."""
-    return None if w is None else w.unflatten(0, (batch, -1)).clone()
+def _shaped(w: Tensor | None, q: Tensor) -> Tensor | None:
+    """[B·H, ·, ·] → [B, H, ·, ·] with B and H of q [B, T, H, Dk], a copy."""
+    return None if w is None else w.unflatten(0, (q.shape[0], q.shape[2])).clone()
 
 
 def ttt_recurrent(

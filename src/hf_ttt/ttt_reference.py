@@ -1,8 +1,8 @@
 # Copyright 2026 The hf-ttt authors. Licensed under the Apache License, Version 2.0.
 """The definition of a TTT layer: slow, in float64, with autograd through the stated inner loss.
 
-Nothing here is derived by hand. Each token's loss is written down, autograd differentiates it, and the outer gradient is
-autograd through that. Every fast evaluation is tested against these functions.
+Nothing here is derived by hand. Each token's loss is written down, autograd differentiates it, and the outer gradient
+is autograd through that. Every fast evaluation is tested against these functions.
 """
 
 import torch
@@ -66,7 +66,7 @@ def reference_attention(
     Shapes as in `ttt_attention`.
 
     Returns:
-        The output [B, T, H, Dv] and the weights [w0, w1, w2], each [B, H, ·, ·], after every full chunk of the sequence.
+        The output [B, T, H, Dv] and the weights [w0, w1, w2], each [B, H, ·, ·], after all full chunks.
     """
     q, k, v = q.double(), k.double(), v.double()
     batch, length = k.shape[:2]
@@ -78,7 +78,8 @@ def reference_attention(
     outputs = []
     for start in range(0, length, chunk_size):
         chunk = range(start, min(start + chunk_size, length))
-        outputs += [reference_network((q if rule.read_with == "query" else k)[:, t], *w, rule) for t in chunk]
+        reads = q if rule.read_with == "query" else k
+        outputs += [reference_network(reads[:, t], w[0], w[1], w[2], rule) for t in chunk]
         for _ in range(rule.inner_steps if len(chunk) == chunk_size else 0):
             w, main, buffer = _reference_step(w, main, buffer, norm, k, v, rates, momentum, chunk, rule)
     out = torch.stack(outputs, 1) if outputs else v.new_zeros(v.shape)
@@ -86,15 +87,16 @@ def reference_attention(
 
 
 def _reference_step(w, main, buffer, norm, k, v, rates, momentum, chunk, rule):
-    gradient, create_graph = dict.fromkeys(rule.updated, 0.0), torch.is_grad_enabled()
+    gradient, create_graph = {i: torch.zeros_like(w[i]) for i in rule.updated}, torch.is_grad_enabled()
     for t in chunk:
         with torch.enable_grad():
-            at = [x if x is None or x.requires_grad else x.clone().requires_grad_() for x in w]
-            loss = reference_loss(k[:, t], v[:, t], *at, rule)
+            at = list(w)
+            for i in rule.updated:
+                at[i] = w[i] if create_graph and w[i].requires_grad else w[i].detach().requires_grad_()
+            loss = reference_loss(k[:, t], v[:, t], at[0], at[1], at[2], rule)
             token = torch.autograd.grad(loss, [at[i] for i in rule.updated], create_graph=create_graph)
         for i, g in zip(rule.updated, token, strict=True):
-            rate = 1.0 if rates[i] is None else rates[i][:, t, :, None, :]
-            gradient[i] = gradient[i] - rate * g
+            gradient[i] = gradient[i] - (g if rates[i] is None else rates[i][:, t, :, None, :] * g)
     w, main, buffer = list(w), list(main), list(buffer)
     for i, g in gradient.items():
         if momentum is not None:

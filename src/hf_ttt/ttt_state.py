@@ -16,7 +16,7 @@ try:  # comes with transformers; guarded, since remote code is refused for namin
     from safetensors import safe_open
     from safetensors.torch import save_file
 except ImportError:  # pragma: no cover
-    safe_open = save_file = None
+    safe_open = save_file = None  # type: ignore[misc]
 
 EPS = 1e-5  # of the weight normalisation, as published
 
