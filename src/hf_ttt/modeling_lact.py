@@ -445,7 +445,7 @@ class LaCTModel(LaCTPreTrainedModel):
             cache, use_cache = None, False
             if mask is not None:
                 raise ValueError("attention_mask has zeros and packed documents are given: pass one of them")
-        if use_cache and self.gradient_checkpointing and self.training and torch.is_grad_enabled():
+        if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
             _check_empty(cache)
             cache, use_cache = None, False
         if cache is not None or use_cache:
@@ -575,6 +575,8 @@ class LaCTForCausalLM(LaCTPreTrainedModel, GenerationMixin):
 
 class LaCTForSequenceClassification(LaCTPreTrainedModel):
     """The LaCT language model with a linear head on the last real token of each row."""
+
+    accepts_loss_kwargs = False  # the loss is a mean over rows, which `num_items_in_batch` does not change
 
     def __init__(self, config: LaCTConfig, **kwargs: Any):
         super().__init__(config, **kwargs)

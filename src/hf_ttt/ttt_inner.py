@@ -17,6 +17,7 @@ products are in the tokens' type, everything that accumulates is in float32 (flo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -65,14 +66,27 @@ def _copy(x: Tensor | None, start: int, stop: int) -> Tensor | None:
     return None if x is None else _fold(x, start, stop).contiguous()
 
 
-def _add(total: Tensor | None, x: Tensor | None, start: int, stop: int) -> None:
-    """Add a tile [N, t, D] to tokens [start, stop) of total [..., T, D]."""
+def _put(total: Tensor | None, x: Tensor | None, start: int, stop: int, add: bool) -> None:
+    """Add a tile [N, t, D] to tokens [start, stop) of total [..., T, D], or write it there."""
     if total is not None and x is not None:
-        _cut(total, start, stop).add_(x.unflatten(0, total.shape[:-2]))
+        part, x = _cut(total, start, stop), x.unflatten(0, total.shape[:-2])
+        part.add_(x) if add else part.copy_(x)
+
+
+def gradient_buffer(x: Tensor | None, written: int) -> Tensor | None:
+    """A contiguous buffer for the gradient of x [B, T, ·, ·]: zeros but for the first `written` tokens, which will be
+    written before they are read."""
+    if x is None:
+        return None
+    buffer = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    buffer[:, written:] = 0
+    return buffer
 
 
 def tile_length(rows: int, width: int, like: Tensor) -> int:
     """How many tokens make a tile [rows, t, width] of the type of `like` that stays in cache."""
+    if torch.compiler.is_compiling():  # a compiler tiles by itself, and a size must not depend on the batch
+        return 1 << 30
     size = TILE_BYTES if like.device.type == "cpu" else ACCELERATOR_TILE_BYTES
     return max(MIN_TILE, size // max(rows * width * like.element_size(), 1))
 
@@ -80,7 +94,7 @@ def tile_length(rows: int, width: int, like: Tensor) -> int:
 def _tiles(x: Tensor, width: int) -> list[tuple[int, int]]:
     """The tiles of x [..., T, D] as ranges of tokens."""
     length = x.shape[-2]
-    step = tile_length(x.shape[:-2].numel(), width, x)
+    step = tile_length(prod(x.shape[:-2]), width, x)
     if length <= step:
         return [(0, length)] if length else []
     return [(start, min(start + step, length)) for start in range(0, length, step)]
@@ -140,11 +154,17 @@ def scaled_backward(grad: Tensor, x: Tensor, rate: Tensor | None, dim: int) -> t
     return (grad.mul_(rate) if grad.dtype == rate.dtype else (grad * rate).to(grad.dtype)), drate
 
 
+def _gate_products(x: Tensor, net: Net) -> tuple[Tensor, Tensor]:
+    """Z and U [N, Dh, t], which may be changed in place (what `chunk` returns may not, under autograd)."""
+    zu, width = torch.bmm(net.w02, x.mT), net.w02.shape[1] // 2
+    return zu[:, :width], zu[:, width:]
+
+
 def features(x: Tensor, net: Net) -> Tensor:
     """φ(x): [N, t, Dk] → [N, Dh, t]."""
     if net.w02 is None:
         return x.mT
-    z, u = torch.bmm(net.w02, x.mT).chunk(2, 1)
+    z, u = _gate_products(x, net)
     return silu(z, inplace=True).mul_(u)
 
 
@@ -159,7 +179,7 @@ class _Gate(NamedTuple):
 
 
 def _gate(x: Tensor, net: Net) -> _Gate:
-    z, u = torch.bmm(net.w02, x.mT).chunk(2, 1)
+    z, u = _gate_products(x, net)
     s = torch.sigmoid(z)
     a = z * s
     return _Gate(z, u, s, a, torch.addcmul(s + a, a, s, value=-1))  # silu' = s (1 + z (1 − s)) = s + a − a s
@@ -172,20 +192,20 @@ def read_forward(q: Tensor, net: Net, out: Tensor) -> None:
         _cut(out, start, stop).copy_(torch.bmm(h.mT, net.w1.mT).unflatten(0, out.shape[:-2]))
 
 
-def read_backward(q: Tensor, grad: Tensor, net: Net, dq: Tensor, dnet: Net) -> None:
-    """Backward of `read_forward`: adds to dq [..., T, Dk] and to dnet."""
+def read_backward(q: Tensor, grad: Tensor, net: Net, dq: Tensor, dnet: Net, add: bool) -> None:
+    """Backward of `read_forward`: adds to dnet, and adds to dq [..., T, Dk] or, without `add`, writes it."""
     for start, stop in _tiles(q, net.w1.shape[-1]):
         x, dout = _copy(q, start, stop), _copy(grad, start, stop)
         if net.w02 is None:
             accumulate(dnet.w1, dout.mT, x)
             dx = torch.bmm(dout, net.w1)
         else:
-            z, u = torch.bmm(net.w02, x.mT).chunk(2, 1)
+            z, u = _gate_products(x, net)
             a, dh = silu(z), torch.bmm(net.w1.mT, dout.mT)
             accumulate(dnet.w1, dout.mT, (a * u).mT)
             dz, du = torch.ops.aten.silu_backward(u.mul_(dh), z), dh.mul_(a)
             dx = _features_backward(x, dz, du, net, dnet)
-        _add(dq, dx, start, stop)
+        _put(dq, dx, start, stop, add)
 
 
 def _features_backward(x: Tensor, dz: Tensor, du: Tensor, net: Net, dnet: Net) -> Tensor:
@@ -219,9 +239,10 @@ def gradient_forward(tokens: Tokens, net: Net, rule: TTTRule, dtype: torch.dtype
 
 
 def gradient_backward(
-    tokens: Tokens, grad: dict[int, Tensor], net: Net, rule: TTTRule, dtokens: Tokens, dnet: Net
+    tokens: Tokens, grad: dict[int, Tensor], net: Net, rule: TTTRule, dtokens: Tokens, dnet: Net, add: bool
 ) -> None:
-    """Backward of `gradient_forward` for `grad` = ∂L/∂g_i: adds to the tokens' gradients and to dnet."""
+    """Backward of `gradient_forward` for `grad` = ∂L/∂g_i: adds to dnet, and adds to the tokens' gradients or, without
+    `add`, writes them."""
     grad = {i: g.to(tokens.k.dtype) for i, g in grad.items()}
     for start, stop in _tiles(tokens.k, net.w1.shape[-1]):
         part = Tokens(*(_copy(x, start, stop) for x in tokens))
@@ -230,7 +251,7 @@ def gradient_backward(
         else:
             parts = _swiglu_gradient_backward(part, grad, net, rule, dnet)
         for total, x in zip(dtokens, parts, strict=True):
-            _add(total, x, start, stop)
+            _put(total, x, start, stop, add)
 
 
 def _linear_gradient_backward(tokens: Tokens, grad: dict[int, Tensor], net: Net, rule: TTTRule, dnet: Net) -> Tokens:

@@ -18,12 +18,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .ttt_inner import (
     Net,
     Tokens,
     gradient_backward,
+    gradient_buffer,
     gradient_forward,
     heads_first,
     make_net,
@@ -34,7 +34,7 @@ from .ttt_inner import (
     tile_length,
 )
 from .ttt_muon import muon_backward, muon_forward
-from .ttt_recurrent import FastWeights
+from .ttt_recurrent import FastWeights, no_second_derivative
 from .ttt_rule import TTTRule
 
 SCAN_BLOCK = 16  # chunks per block: the scan costs 2·16 products of an element, against 6·C for the chunk itself
@@ -194,10 +194,11 @@ class _Parallel(torch.autograd.Function):
         return out, *(None if w is None else w.clone() for w in final)
 
     @staticmethod
-    @once_differentiable
+    @no_second_derivative
     def backward(ctx, dout, *dfinal):
         rule, chunk_size, updates = ctx.settings
-        inputs, raw, kept = ctx.saved_tensors[:13], ctx.saved_tensors[13], list(ctx.saved_tensors[14:])
+        saved = ctx.saved_tensors  # once: checkpointing computes them again at each access
+        inputs, raw, kept = saved[:13], saved[13], list(saved[14:])
         layer = _Blocks(rule, chunk_size, updates, inputs)
         grads = _Gradients(layer, dout, raw, *(dfinal or (None, None, None)))
         for block in reversed(layer.blocks):
@@ -220,8 +221,10 @@ class _Gradients:
     def __init__(self, layer: _Blocks, dout: Tensor | None, raw: Tensor, dwork, draw, dbuffer):
         new = lambda x: None if x is None else torch.zeros_like(x, memory_format=torch.contiguous_format)  # noqa: E731
         self.layer, self.buffer = layer, dbuffer
-        self.q, self.momentum, self.norm, self.first = map(new, (layer.q, layer.momentum, layer.norm, layer.w1))
-        self.tokens = layer.tokens.map(new)
+        self.q = gradient_buffer(layer.q, 0 if dout is None or layer.read_keys else layer.q.shape[1])
+        self.momentum, self.norm, self.first = map(new, (layer.momentum, layer.norm, layer.w1))
+        written = 0 if layer.read_keys else layer.updates * layer.chunk_size
+        self.tokens = layer.tokens.map(lambda x: gradient_buffer(x, written))
         self.reads = self.tokens.k if layer.read_keys else self.q
         w02 = None if layer.w02 is None else torch.zeros_like(layer.w02, dtype=layer.w1.dtype)
         self.net = Net(w02, None)
@@ -236,7 +239,7 @@ class _Gradients:
                 layer.tail_net(layer.last_work(raw)),
                 [heads_first(x[:, start:]) for x in (reads, dout, self.reads)],
             )
-            read_backward(tail[0], tail[1], net, tail[2], dnet)
+            read_backward(tail[0], tail[1], net, tail[2], dnet, layer.read_keys)
         if layer.rule.weight_norm == "none":
             self.carry = dwork
         elif layer.updates:
@@ -260,7 +263,7 @@ class _Gradients:
         if dout is not None:
             reads = layer.tokens.k if layer.read_keys else layer.q
             net, dnet = layer.net(block, works), self.block_net(block, draws)
-            read_backward(block.cut(reads), block.cut(dout), net, block.cut(self.reads), dnet)
+            read_backward(block.cut(reads), block.cut(dout), net, block.cut(self.reads), dnet, layer.read_keys)
         if rule.weight_norm == "pre":
             if block.first == 0:
                 self.first += draws[:, 0]
@@ -280,7 +283,7 @@ class _Gradients:
             block.cut(self.momentum).add_(_per_chunk(dm, rule)[..., None, None] / block.chunk_size)
         gradient = {1: _per_chunk(dmoments, rule).flatten(0, 2)}
         dtokens, dnet = self.tokens.map(block.cut), self.block_net(block, None)
-        gradient_backward(layer.tokens.map(block.cut), gradient, layer.net(block), rule, dtokens, dnet)
+        gradient_backward(layer.tokens.map(block.cut), gradient, layer.net(block), rule, dtokens, dnet, layer.read_keys)
 
     def of_inputs(self, inputs: Sequence[Tensor | None]) -> list[Tensor | None]:
         """One gradient per input; zeros where it had no part."""

@@ -12,7 +12,9 @@ Everything here is [N, ·, ·] with N = rows · heads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -23,6 +25,7 @@ from .ttt_inner import (
     Net,
     Tokens,
     gradient_backward,
+    gradient_buffer,
     gradient_forward,
     heads_first,
     make_net,
@@ -55,6 +58,19 @@ class _State(NamedTuple):
     buffer: Weights
 
 
+def no_second_derivative(backward: Callable) -> Callable:
+    """Decorator of a backward that cannot be differentiated itself, which says so when it is asked for a graph."""
+    once = once_differentiable(backward)
+
+    @wraps(backward)
+    def checked(ctx, *grads):
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError("a TTT op has no second derivative: call backward or grad with create_graph=False")
+        return once(ctx, *grads)
+
+    return checked
+
+
 class _Loop:
     """What forward and backward share: the inputs, cut into chunks, and how a state leads to the next."""
 
@@ -79,7 +95,8 @@ class _Loop:
         that are not there are left out of the last."""
         if x.shape[1] != sum(self.sizes):
             return [heads_first(x[:, :0])] * len(self.sizes)
-        return heads_first(x).split(self.sizes, 2)
+        ends = list(accumulate(self.sizes))
+        return [heads_first(x[:, end - size : end]) for size, end in zip(self.sizes, ends, strict=True)]
 
     def split_tokens(self, tokens: Tokens) -> list[Tokens]:
         """The chunks that update."""
@@ -123,10 +140,12 @@ class _Loop:
 class _Gradients:
     """Gradients of the state while the chunks are walked backwards, and of everything that lives longer."""
 
-    def __init__(self, loop: _Loop, last: _State, final: tuple[Tensor | None, ...]):
+    def __init__(self, loop: _Loop, last: _State, final: tuple[Tensor | None, ...], reads: bool):
         new = lambda x: None if x is None else torch.zeros_like(x, memory_format=torch.contiguous_format)  # noqa: E731
         self.loop = loop
-        self.q, self.tokens = new(loop.q), loop.tokens.map(new)
+        self.q = gradient_buffer(loop.q, loop.q.shape[1] if reads and not loop.read_keys else 0)
+        written = sum(loop.sizes[:-1]) if loop.rule.inner_steps == 1 else 0
+        self.tokens = loop.tokens.map(lambda x: gradient_buffer(x, written))
         self.momenta: Weights = [None] * loop.updates
         w0, w1, _ = last.work
         linear = loop.rule.fast_weight == "linear"
@@ -175,7 +194,7 @@ class _Gradients:
                 self.buffer[i] = m * g
             gradient[i] = g
         self.momenta[c] = dm
-        gradient_backward(tokens, gradient, net, rule, dtokens, self.net)
+        gradient_backward(tokens, gradient, net, rule, dtokens, self.net, rule.inner_steps > 1)
 
     def of_inputs(self, inputs: Sequence[Tensor | None]) -> list[Tensor | None]:
         """One gradient per input; zeros where it had no part."""
@@ -218,13 +237,14 @@ class _Recurrent(torch.autograd.Function):
         return out, *(_shaped(kind[i], loop.q) for kind in kinds for i in rule.updated)
 
     @staticmethod
-    @once_differentiable
+    @no_second_derivative
     def backward(ctx, dout, *dfinal):
         rule, chunk_size, updates = ctx.settings
-        inputs, kept = ctx.saved_tensors[:19], ctx.saved_tensors[19:]
+        saved = ctx.saved_tensors  # once: checkpointing computes them again at each access
+        inputs, kept = saved[:19], saved[19:]
         loop = _Loop(rule, chunk_size, updates, inputs)
         state = loop.kept_state(updates, kept)
-        grads = _Gradients(loop, state, dfinal)
+        grads = _Gradients(loop, state, dfinal, reads=dout is not None)
         reads, dreads = (loop.tokens.k, grads.tokens.k) if loop.read_keys else (loop.q, grads.q)
         read_chunks, dread_chunks = loop.split(reads), loop.split(dreads)
         dout_chunks = None if dout is None else loop.split(dout)
@@ -243,7 +263,7 @@ class _Recurrent(torch.autograd.Function):
                     grads.step_backward(before, after, c, chunks[c], dchunks[c], at)
                     after = before
             if dout_chunks is not None:
-                read_backward(read_chunks[c], dout_chunks[c], net, dread_chunks[c], grads.net)
+                read_backward(read_chunks[c], dout_chunks[c], net, dread_chunks[c], grads.net, loop.read_keys)
         return (None,) * 5 + tuple(grads.of_inputs(inputs))
 
 

@@ -106,7 +106,9 @@ class TTTState:
 
     def save(self, path: str | os.PathLike) -> None:
         """Write the state to a safetensors file."""
-        save_file({name: tensor.contiguous() for name, tensor in self.detach().tensors().items()}, os.fspath(path))
+        contiguous = torch.contiguous_format
+        tensors = {name: t.detach().clone(memory_format=contiguous) for name, t in self.tensors().items()}
+        save_file(tensors, os.fspath(path))
 
     @classmethod
     def load(cls, path: str | os.PathLike, device: str = "cpu") -> TTTState:
@@ -149,5 +151,5 @@ def ttt_init(w0: Tensor | None, w1: Tensor, w2: Tensor | None, rule: TTTRule, ba
         norm = row_norm(weights[i])
         setattr(state, f"norm{i}", norm.detach() if rule.detach_norms else norm)
         if rule.weight_norm == "pre":
-            setattr(state, f"main{i}", weights[i])
+            setattr(state, f"main{i}", weights[i].view_as(weights[i]))  # another tensor, or compile refuses it
     return state
