@@ -1,0 +1,124 @@
+# Copyright 2026 The hf-ttt authors. Licensed under the Apache License, Version 2.0.
+"""transformers' own tests of models, from the source distribution of the installed version (the wheel has none).
+
+The folder that holds its `tests/` is HF_TTT_TRANSFORMERS_TESTS, or .cache/transformers-<version>/ in the repository, where
+`make test` puts it. Without either the tests here are skipped.
+"""
+
+import importlib
+import importlib.machinery
+import os
+import sys
+import types
+import unittest
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import transformers
+from lact_cases import TINY
+from transformers.models.auto import modeling_auto
+
+from hf_ttt import LaCTConfig, LaCTForCausalLM, LaCTForSequenceClassification, LaCTModel
+
+PACKAGE = "transformers_tests"
+DEFAULT = Path(__file__).parents[1] / ".cache" / f"transformers-{transformers.__version__}"
+FOLDER = Path(os.environ.get("HF_TTT_TRANSFORMERS_TESTS", DEFAULT)) / "tests"
+if not FOLDER.is_dir():
+    if "HF_TTT_TRANSFORMERS_TESTS" in os.environ:
+        raise FileNotFoundError(f"HF_TTT_TRANSFORMERS_TESTS={FOLDER.parent} has no folder tests/")
+    pytest.skip(f"no source distribution of transformers in {DEFAULT}; `make fetch` gets it", allow_module_level=True)
+
+
+class GenerationTesterMixin:
+    """Stands in for a class that the source distribution lacks."""
+
+
+class ExportTesterMixin:
+    """Stands in for a class that the source distribution lacks."""
+
+
+ABSENT = {  # modules that the source distribution lacks, with the names that are imported from them
+    "generation": {},
+    "generation.test_utils": {"GenerationTesterMixin": GenerationTesterMixin},
+    "exporters": {},
+    "exporters.test_export": {"ExportTesterMixin": ExportTesterMixin},
+    "utils": {},
+    "utils.test_configuration_utils": {"config_common_kwargs": {}},
+}
+
+
+def import_common(name: str) -> types.ModuleType:
+    """A module of transformers' `tests`, as part of a package whose name is not that of a folder here."""
+    if PACKAGE not in sys.modules:
+        for child, attributes in {"": {}, **ABSENT}.items():
+            full = f"{PACKAGE}.{child}".rstrip(".")
+            module = types.ModuleType(full)
+            module.__path__ = [str(FOLDER)] if not child else []
+            vars(module).update(attributes)
+            sys.modules[full] = module
+    # the tests of configurations import transformers' sources, by a path that the distribution lacks, and do not use them
+    with mock.patch("transformers.utils.direct_transformers_import", lambda path: transformers):
+        return importlib.import_module(f"{PACKAGE}.{name}")
+
+
+common = import_common("test_modeling_common")
+ConfigTester = import_common("test_configuration_common").ConfigTester
+
+
+class LaCTModelTester:
+    """What transformers' tests ask of a model: a configuration and inputs."""
+
+    is_training = True
+    batch_size, seq_length = 3, 13
+    vocab_size, hidden_size = TINY["vocab_size"], TINY["hidden_size"]
+    num_hidden_layers, num_attention_heads = TINY["num_hidden_layers"], TINY["num_attn_heads"]
+
+    def __init__(self, **fields):
+        self.fields = {**TINY, **fields}
+
+    def get_config(self) -> LaCTConfig:
+        return LaCTConfig(**self.fields)
+
+    def prepare_config_and_inputs_for_common(self):
+        shape = self.batch_size, self.seq_length
+        ids = torch.randint(1, self.vocab_size, shape)
+        return self.get_config(), {"input_ids": ids, "attention_mask": torch.ones(shape, dtype=torch.long)}
+
+
+class LaCTTests(common.ModelTesterMixin, GenerationTesterMixin):
+    all_model_classes = (LaCTModel, LaCTForCausalLM, LaCTForSequenceClassification)
+    fields: dict = {}
+
+    def setUp(self):
+        self.model_tester = LaCTModelTester(**self.fields)
+
+    @pytest.fixture(autouse=True)
+    def known_to_auto_classes(self, monkeypatch):
+        for mapping, name in (
+            (modeling_auto.MODEL_MAPPING_NAMES, "LaCTModel"),
+            (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "LaCTForCausalLM"),
+            (modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES, "LaCTForSequenceClassification"),
+        ):
+            monkeypatch.setitem(mapping, LaCTConfig.model_type, name)
+
+
+class TestLaCT(LaCTTests, unittest.TestCase):
+    """Chunk after chunk, full matrices. Muon is off: transformers compares float32 numbers more tightly than it allows."""
+
+    def test_config(self):
+        ConfigTester(self, config_class=LaCTConfig, hidden_size=32, ttt_inner_steps=2).run_common_tests()
+
+
+class TestLaCTParallel(LaCTTests, unittest.TestCase):
+    """All chunks at once, low-rank matrices, attention to all tokens before."""
+
+    fields = {
+        "ttt_update": "last",
+        "ttt_weight_norm": "pre",
+        "w0_w2_low_rank": 3,
+        "window_size": None,
+        "qkv_bias": True,
+        "attn_qk_norm": True,
+    }
