@@ -47,7 +47,7 @@ def tiny_config(variant: str = "baseline", **fields) -> LaCTConfig:
 
 
 def busy_model(config: LaCTConfig, model_class=LaCTForCausalLM, seed: int = 0, **arguments):
-    """A model in which every part matters: its weights are larger than freshly initialised ones, its biases not zero."""
+    """A model in which every part matters: larger weights than freshly initialised ones, and biases other than zero."""
     torch.manual_seed(seed)
     model = model_class(config, **arguments)
     with torch.no_grad():

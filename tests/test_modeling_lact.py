@@ -5,12 +5,21 @@ import copy
 
 import pytest
 import torch
-from lact_cases import OTHER_RULES, VARIANTS, busy_model, golden_index, golden_tensors, gradients, tiny_config, token_ids
+from lact_cases import (
+    OTHER_RULES,
+    VARIANTS,
+    busy_model,
+    golden_index,
+    golden_tensors,
+    gradients,
+    tiny_config,
+    token_ids,
+)
 from torch.testing import assert_close
-from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hf_ttt import LaCTConfig, LaCTForCausalLM, LaCTForSequenceClassification, LaCTModel
+from hf_ttt.modeling_lact import CACHE_KEY
 from hf_ttt.ttt_ops import TTT_FUNCTIONS
 
 INDEX = golden_index()
@@ -122,7 +131,9 @@ def test_both_implementations_agree(variant):
     (logits, grads), (others, other_grads) = results.values()
     assert_close(logits, others, **EXACT)
     for name, grad in grads.items():
-        assert_close(grad, other_grads[name], atol=EXACT["atol"] * grad.abs().max().item(), rtol=EXACT["rtol"], msg=name)
+        assert_close(
+            grad, other_grads[name], atol=EXACT["atol"] * grad.abs().max().item(), rtol=EXACT["rtol"], msg=name
+        )
 
 
 def test_choice_of_the_implementation(monkeypatch):
@@ -187,15 +198,14 @@ def test_float64():
     output = model(token_ids(2, 29), use_cache=True, output_hidden_states=True)
     assert output.logits.dtype == torch.float64
     assert all(h.dtype == torch.float64 for h in output.hidden_states)
-    cache = output["cache" if "cache" in output else "past_key_values"]
-    assert cache.layers[0].ttt.w0.dtype == torch.float64
+    assert output[CACHE_KEY].layers[0].ttt.w0.dtype == torch.float64
 
 
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("window_size", [None, 8])
 @pytest.mark.parametrize("implementation", ["sdpa", "flex_attention"])
 def test_attention_implementations_agree(implementation, window_size, padded):
-    """Only the forward pass, and not compiled: flex attention has no backward on a CPU, and its compiler takes a minute."""
+    """Forward only, and not compiled: flex attention has no backward on a CPU, and compiling it takes a minute."""
     eager = busy_model(tiny_config(window_size=window_size, attn_implementation="eager")).double()
     other = busy_model(tiny_config(window_size=window_size)).double()
     other.set_attn_implementation(implementation)
@@ -301,7 +311,9 @@ def test_embeddings_as_input():
 @pytest.mark.parametrize("shape", [(2, 20), (2, 22), (1, 21), (2, 1, 21, 21)])
 def test_masks_that_are_not_of_the_tokens(shape):
     model = LaCTForCausalLM(tiny_config())
-    with pytest.raises(ValueError, match=rf"attention_mask has shape \({shape[0]}, .*expected a padding mask \[2, 21\]"):
+    with pytest.raises(
+        ValueError, match=rf"attention_mask has shape \({shape[0]}, .*expected a padding mask \[2, 21\]"
+    ):
         model(token_ids(2, 21), attention_mask=torch.ones(shape))
 
 
@@ -335,10 +347,9 @@ def test_empty_input_leaves_a_cache_as_it_is():
     model = busy_model(tiny_config())
     ids = token_ids(2, 21)
     with torch.no_grad():
-        key = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
-        cache = model(ids[:, :11], use_cache=True)[key]
-        cache = model(ids[:, :0], **{key: cache}, use_cache=True)[key]
-        logits = model(ids[:, 11:], **{key: cache}, use_cache=True).logits
+        cache = model(ids[:, :11], use_cache=True)[CACHE_KEY]
+        cache = model(ids[:, :0], cache=cache, use_cache=True)[CACHE_KEY]
+        logits = model(ids[:, 11:], cache=cache, use_cache=True).logits
         assert_close(logits, model(ids).logits[:, 11:], atol=5e-4, rtol=0)  # the index's bound for Muon in float32
 
 
@@ -348,6 +359,30 @@ def test_one_token():
         ids = token_ids(2, 9)
         assert_close(model(ids[:, :1]).logits, model(ids).logits[:, :1])
         assert model(token_ids(1, 1)).logits.shape == (1, 1, 61)
+
+
+@pytest.mark.parametrize("variant", ["baseline", "variant2"])
+def test_meta_tensors(variant):
+    """Shapes without values: no part of the model may look at numbers."""
+    model = LaCTForCausalLM(tiny_config(variant)).to("meta")
+    ids = token_ids(2, 21).to("meta")
+    inputs = {"attention_mask": torch.ones_like(ids), "position_ids": torch.arange(21, device="meta").expand(2, -1)}
+    for arguments in ({}, {"attention_mask": inputs["attention_mask"]}, inputs):
+        for use_cache in (False, True):
+            output = model(ids, labels=ids, use_cache=use_cache, **arguments)
+            assert output.logits.shape == (2, 21, 61) and output.loss.is_meta
+    output.loss.backward()
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_export(padded):
+    model = busy_model(tiny_config("variant2", num_hidden_layers=1, use_muon=False))
+    inputs = {"input_ids": token_ids(2, 17), "use_cache": False}
+    if padded:
+        inputs["attention_mask"] = (torch.arange(17) >= torch.tensor([[5], [0]])).long()
+    with torch.no_grad():
+        exported = torch.export.export(model, (), inputs, strict=False).module()
+        assert_close(exported(**inputs).logits, model(**inputs).logits)
 
 
 class TestSequenceClassification:

@@ -1,11 +1,11 @@
 # Copyright 2026 The hf-ttt authors. Licensed under the Apache License, Version 2.0.
 """The ops against numbers computed with the published code, outputs and gradients.
 
-`golden/lact/ops.json` says where each file comes from, how its tensors are laid out, and the tolerances. Where a file has
-Muon the values without its cast to bfloat16 are the target ("exact_muon"), in float64, since float32 rounding is amplified
-in weak singular directions. Two published files have no place here, since they document what the package does not
-reproduce: the fused kernel, which orthogonalises w0 and w2 as one matrix, and the minimal bidirectional layer, which loses
-its initial weights with Muon.
+`golden/lact/ops.json` says where each file comes from, how its tensors are laid out, and the tolerances. Where a file
+has Muon the values without its cast to bfloat16 are the target ("exact_muon"), in float64, since float32 rounding is
+amplified in weak singular directions. Two published files have no place here, since they document what the package does
+not reproduce: the fused kernel, which orthogonalises w0 and w2 as one matrix, and the minimal bidirectional layer,
+which loses its initial weights with Muon.
 """
 
 import json
@@ -174,8 +174,8 @@ def by_primitives(x, order, rule, tokens):
 
 
 def by_attention(evaluation):
-    """The schedule by an evaluation of whole sequences: the chunks that have updated so far, one after the other, from the
-    initial weights; then a read."""
+    """The schedule by an evaluation of whole sequences: the chunks that have updated so far, one after the other, from
+    the initial weights; then a read."""
 
     def schedule(x, order, rule, tokens):
         weights, outputs, chunks, size = (x["w0"], x["w1"], x["w2"]), [], [], 1
@@ -210,7 +210,8 @@ NVS_CASES = [
 
 @pytest.mark.parametrize(("variant", "evaluation"), NVS_CASES, ids=lambda value: value)
 def test_novel_view_ops(variant, evaluation):
-    """Six orders of updates and reads; detached norms, the novel-view Muon with 5 and 0 steps, several steps on a chunk."""
+    """Six orders of updates and reads; detached norms, the novel-view Muon with 5 and 0 steps, several steps on a
+    chunk."""
     tensors = load_file(GOLDEN / f"{files('nvs_op_')[variant]}.safetensors")
     combos = sorted({tuple(key.split("/")[:2]) for key in tensors if "/muon" in key})
     schedule = by_primitives if evaluation == "primitives" else by_attention(evaluation)

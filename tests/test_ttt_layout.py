@@ -56,8 +56,8 @@ def make_mask(rows):
 
 
 def rows_alone(attention, x, places, per_row, weights):
-    """Outputs and gradients of each row on its own: `places` are (batch row, slice of its tokens); the gradients of shared
-    fast weights are summed."""
+    """Outputs and gradients of each row on its own: `places` are (batch row, slice of its tokens); the gradients of
+    shared fast weights are summed."""
     outs, grads = [], []
     for i, (row, tokens) in enumerate(places):
         cut = {

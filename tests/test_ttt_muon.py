@@ -79,8 +79,8 @@ def test_no_steps_still_divide_by_the_norm():
 @by_coefficients
 @by_shape
 def test_bfloat16(rule, shape):
-    """The published type. In a strong direction each of an iteration's 4 products adds a rounding of 2⁻⁹ (measured: at most
-    1.0 for each, cast and division included). In a weak one roundings grow by up to Π a, so that only the greatest
+    """The published type. In a strong direction each of an iteration's 4 products adds a rounding of 2⁻⁹ (measured: at
+    most 1.0 for each, cast and division included). In a weak one roundings grow by up to Π a, so that only the greatest
     singular value can be asked for (measured: within 2.3 %)."""
     g = random(shape, torch.float32)
     exact = TTTRule(muon=rule.muon, muon_steps=rule.muon_steps)

@@ -247,8 +247,8 @@ class Products(TorchDispatchMode):
 
 @pytest.mark.parametrize(("implementation", "rule"), with_implementations([TTTRule(), LAST, LINEAR]), ids=name)
 def test_autocast(implementation, rule):
-    """Products of tokens are made in bfloat16, also in the backward; everything that accumulates is float32, and so is the
-    scan over the 8 chunks of the parallel form."""
+    """Products of tokens are made in bfloat16, also in the backward; everything that accumulates is float32, and so is
+    the scan over the 8 chunks of the parallel form."""
     x = make_inputs(rule, length=33, dtype=torch.float32)
     with Products() as products:
         with torch.autocast("cpu", torch.bfloat16):
@@ -283,7 +283,8 @@ def test_float16(rule):
 
 
 def test_bfloat16_weights_become_float32():
-    """A model in bfloat16 has bfloat16 parameters; the state accumulates in float32, their gradients come in bfloat16."""
+    """A model in bfloat16 has bfloat16 parameters; the state accumulates in float32, their gradients come in
+    bfloat16."""
     x = map_inputs(torch.Tensor.bfloat16, make_inputs(TTTRule()))
     out, state = ttt_attention(**x, rule=TTTRule(), chunk_size=4, return_state=True)
     assert (out.dtype, state.w1.dtype) == (torch.bfloat16, torch.float32)

@@ -61,6 +61,16 @@ def test_lengths_and_momentum(rule, length, momentum):
     assert_close(parallel, recurrent, SAME)
 
 
+@pytest.mark.parametrize("rule", FEW[:3], ids=name)
+def test_every_length_up_to_two_chunks(rule):
+    x = make_inputs(rule, length=17, requires_grad=False)
+    for length in range(18):
+        part = {key: t if t is None or key[0] == "w" else t[:, :length] for key, t in x.items()}
+        for chunk_size in (1, 8, 64):
+            recurrent, parallel = (attend(rule, chunk_size, implementation=i)(part) for i in ("recurrent", "parallel"))
+            assert error(parallel, recurrent) < SAME
+
+
 @pytest.mark.parametrize("momentum", [None, 0.0, 1.0, "random"], ids=str)
 @pytest.mark.parametrize("rule", [*FEW, TTTRule(update="last", weight_norm="pre", inner_steps=2)], ids=name)
 def test_several_blocks_of_chunks(rule, momentum):

@@ -99,6 +99,20 @@ def test_many_pieces(implementation, rule, grad):
             assert_close(gradients(out, x), gradients(want_out, x), EXACT)
 
 
+@by_rule
+def test_inference_mode(implementation, rule):
+    """A state from inference mode continues there and outside."""
+    x = make_inputs(rule, length=T, requires_grad=False)
+    want_out, want_state = in_pieces(x, [T], rule, implementation)
+    with torch.inference_mode():
+        out, state = in_pieces(cut(x, 0, 6), [2, 5, 6], rule, implementation)
+        inside, inside_state = in_pieces(cut(x, 6, T), [1, 7], rule, implementation, state=state)
+    with torch.no_grad():
+        outside, outside_state = in_pieces(cut(x, 6, T), [1, 7], rule, implementation, state=state)
+    for more, last in ((inside, inside_state), (outside, outside_state)):
+        assert_close(named(torch.cat([out, more], 1), last), named(want_out, want_state), EXACT)
+
+
 def test_gradients_reach_the_state():
     """A loss on the state alone: the weights, main weights, momentum and unfinished chunk carry gradients."""
     x = make_inputs(PRE, length=T)
@@ -144,25 +158,44 @@ def test_rows_with_different_phases(implementation, rule, grad):
         assert not any(got[key][~real].any() for key in PER_TOKEN if key in got)
 
 
+PIECES = {
+    "tokens": ([1] * T, [None] * T),
+    "pieces": ([3, 1, 1, 4, 2, 1, 1], [None] * 7),
+    "phases": (
+        [1, 1, 2, 1, 4, 1, 3],
+        [[[1], [0]], None, [[1, 1], [0, 1]], [[0], [1]], [[0, 0, 0, 1], [1, 1, 1, 1]], [[0], [0]], None],
+    ),
+}
+
+
 @by_rule
-@pytest.mark.parametrize("pieces", [[1] * T, [3, 1, 1, 4, 2, 1, 1]], ids=["tokens", "pieces"])
-def test_in_place(implementation, rule, pieces):
+@pytest.mark.parametrize(("sizes", "masks"), PIECES.values(), ids=PIECES)
+def test_in_place(implementation, rule, sizes, masks):
     """What a cache does: the state that it owns is changed, to the same numbers."""
     x = make_inputs(rule, length=T, requires_grad=False)
-    want_out, want_state = in_pieces(x, [T], rule, implementation)
-    state, outs, start = None, [], 0
+    masks = [None if mask is None else torch.tensor(mask) for mask in masks]
+    ends = list(itertools.accumulate(sizes))
+    with torch.enable_grad():  # the other path
+        want_out, want_state = in_pieces(x, ends, rule, implementation, masks=masks)
+    state, outs = ttt_init(x["w0"], x["w1"], x["w2"], rule, 2), []
     with torch.no_grad():
-        for size in pieces:
-            part = cut(x, start, start + size)
-            counts = None if state is None else state.count.tolist()
-            layout = make_layout(2, size, C, counts=counts, has_state=True, return_state=True)
-            tokens = [part[key] for key in PER_TOKEN]
-            owned = state is not None
-            state = ttt_init(x["w0"], x["w1"], x["w2"], rule, 2) if state is None else state
-            settings = {"rule": rule, "implementation": implementation, "in_place": owned}
-            out, state = evaluate(*tokens, state, layout, **settings)
+        for size, end, mask in zip(sizes, ends, masks, strict=True):
+            counts = None if state.count is None else state.count.tolist()
+            settings = {"attention_mask": mask, "counts": counts, "has_state": True, "return_state": True}
+            layout = make_layout(2, size, C, **settings)
+            part = cut(x, end - size, end)
+            owned = state.count is not None
+            slots = state.k
+            out, state = evaluate(
+                *(part[key] for key in PER_TOKEN),
+                state,
+                layout,
+                rule=rule,
+                implementation=implementation,
+                in_place=owned,
+            )
+            assert not owned or max(layout.totals or [layout.total]) > C or state.k is slots
             outs.append(out)
-            start += size
     assert_close(named(torch.cat(outs, 1), state), named(want_out, want_state), EXACT)
 
 

@@ -106,8 +106,8 @@ def make_inputs(
     seed: int = 0,
     requires_grad: bool = True,
 ) -> Inputs:
-    """Arguments of `ttt_attention` with all widths different; fast weights are float32 at least. Values are small enough
-    for the steps on an unnormalised squared error to stay bounded.
+    """Arguments of `ttt_attention` with all widths different; fast weights are float32 at least. Values are small
+    enough for the steps on an unnormalised squared error to stay bounded.
 
     `rates` is "scalar", "channel" or None; `momentum` is "random", a number for all tokens, or None.
     """
@@ -153,8 +153,8 @@ def readout(out: Tensor) -> Tensor:
 
 
 def gradients(out: Tensor, x: Inputs, weights: Tensor | None = None, unused: str = "fail") -> dict[str, Tensor]:
-    """∂ sum(out · weights) / ∂ input for each input that is there. With unused="zero" a missing gradient counts as zero;
-    the ops themselves must give each input one."""
+    """∂ sum(out · weights) / ∂ input for each input that is there. With unused="zero" a missing gradient counts as
+    zero; the ops themselves must give each input one."""
     given = {key: t for key, t in x.items() if t is not None}
     loss = (out * (readout(out) if weights is None else weights)).sum()
     if unused == "zero" and not loss.requires_grad:
@@ -165,8 +165,8 @@ def gradients(out: Tensor, x: Inputs, weights: Tensor | None = None, unused: str
 
 
 def rounding(x: Inputs, rule: TTTRule, chunk_size: int) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """The definition's results for inputs of any type, and the relative error that rounding the inputs once more makes in
-    each (the greatest of three draws): what the problem itself amplifies, Newton–Schulz iteration included."""
+    """The definition's results for inputs of any type, and the relative error that rounding the inputs once more makes
+    in each (the greatest of three draws): what the problem itself amplifies, Newton–Schulz iteration included."""
     unit = lambda t: torch.finfo(t.dtype).eps / 2  # noqa: E731
     function = lambda y: outputs_and_gradients(lambda z: reference(z, rule, chunk_size), y, unused="zero")  # noqa: E731
     want = function(map_inputs(Tensor.double, x))

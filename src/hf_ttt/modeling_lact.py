@@ -462,7 +462,7 @@ class LaCTModel(LaCTPreTrainedModel):
             "inputs_embeds": hidden_states,
             "attention_mask": mask,
             CACHE_KEY: cache,
-            "position_ids": position_ids if restarting is None else restarting,
+            "position_ids": restarting,  # read only to find documents
         }
         make_mask = create_causal_mask if self.config.window_size is None else create_sliding_window_causal_mask
         causal_mask = make_mask(**masks) if hidden_states.numel() else None
@@ -473,7 +473,7 @@ class LaCTModel(LaCTPreTrainedModel):
                 position_embeddings=position_embeddings,
                 attention_mask=causal_mask,
                 layout=layout,
-                position_ids=masks["position_ids"],
+                position_ids=position_ids if restarting is None else restarting,
                 use_cache=use_cache,
                 **{CACHE_KEY: cache},
                 **kwargs,

@@ -266,6 +266,11 @@ def _invert(size: int, parts: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tens
     return source[:size], valid[:size]
 
 
+def _is_plain(x: Tensor) -> bool:
+    """Whether x has values to look at: no meta tensor, nor one that stands for another while a model is exported."""
+    return not x.is_meta and type(x) in (Tensor, torch.nn.Parameter)
+
+
 def padding_mask(attention_mask: Tensor | None, x: Tensor, past: int) -> tuple[Tensor | None, Tensor | None]:
     """The mask [B, past + T] and its part for the new tokens, each None where it has no zeros."""
     if attention_mask is None:
@@ -276,9 +281,11 @@ def padding_mask(attention_mask: Tensor | None, x: Tensor, past: int) -> tuple[T
             f"attention_mask has shape {tuple(attention_mask.shape)}; expected a padding mask "
             f"[{expected[0]}, {expected[1]}] over the tokens before and the new ones"
         )
-    if torch.compiler.is_compiling():
-        return attention_mask, attention_mask[:, past:]
+    if attention_mask.is_meta:  # without values, so that any will do
+        return None, None
     new = attention_mask[:, past:]
+    if torch.compiler.is_compiling() or not _is_plain(attention_mask):
+        return attention_mask, new
     return None if attention_mask.all() else attention_mask, None if new.all() else new
 
 
@@ -291,7 +298,7 @@ def document_boundaries(cu_seqlens: Tensor | None, position_ids: Tensor | None, 
                 f"cu_seqlens needs documents packed into one row, but the batch is {batch}: flatten it to 1"
             )
         return cu_seqlens.flatten()
-    if position_ids is None or position_ids.dim() != 2 or length < 2:
+    if position_ids is None or position_ids.dim() != 2 or length < 2 or not _is_plain(position_ids):
         return None
     starts = position_ids.diff(dim=1) != 1
     if not starts.any():

@@ -181,7 +181,7 @@ def evaluate(
         in_place: whether `state` may be changed and returned, as a cache that owns it wants; without gradients only.
     """
     function = TTT_FUNCTIONS.get(rule, implementation, backend)
-    device = k.device.type
+    device = _autocast_device(k)
     if torch.is_autocast_enabled(device) and k.dtype != torch.float64:
         q, k, v = (x.to(torch.get_autocast_dtype(device)) for x in (q, k, v))
     dtype = state.w1.dtype
@@ -193,6 +193,11 @@ def evaluate(
         if layout.aligned:
             return _evaluate_aligned(q, tokens, state, layout, rule, function)
         return _evaluate_arranged(q, tokens, state, layout, rule, function)
+
+
+def _autocast_device(x: Tensor) -> str:
+    """The device type whose autocast counts; meta tensors have none of their own."""
+    return "cpu" if x.is_meta else x.device.type
 
 
 def _evaluate_aligned(q, tokens, state: TTTState, layout: TTTLayout, rule, function):
@@ -340,7 +345,7 @@ def ttt_update(
         return state
     lr0, lr1, lr2, momentum = (None if x is None else x.to(state.w1.dtype) for x in (lr0, lr1, lr2, momentum))
     tokens = k[:, :0], k, v, lr0, lr1, lr2, momentum
-    with torch.autocast(k.device.type, enabled=False):
+    with torch.autocast(_autocast_device(k), enabled=False):
         fast = _fast_weights(state)
         _, fast = ttt_recurrent(*tokens, fast, rule=rule, chunk_size=k.shape[1], updates=1, return_state=True)
     return _with_fast_weights(state, fast)
@@ -353,13 +358,13 @@ def ttt_read(state: TTTState, q: Tensor, *, rule: TTTRule) -> Tensor:
     Raises:
         ValueError: for shapes that do not fit.
     """
-    if q.dim() != 4 or q.shape[0] != state.batch_size or q.shape[2] != state.w1.shape[1]:
-        raise ValueError(
-            f"q has shape {tuple(q.shape)}; expected [{state.batch_size}, tokens, {state.w1.shape[1]}, width]"
-        )
+    width = (state.w1 if rule.fast_weight == "linear" else state.w0).shape[-1]
+    rows, heads = state.w1.shape[:2]
+    if q.dim() != 4 or (q.shape[0], *q.shape[2:]) != (rows, heads, width):
+        raise ValueError(f"q has shape {tuple(q.shape)}; expected [{rows}, tokens, {heads}, {width}] to fit the state")
     empty = q[:, :0]
     v = q.new_empty(q.shape[0], 0, q.shape[2], state.w1.shape[-2])
-    with torch.autocast(q.device.type, enabled=False):
+    with torch.autocast(_autocast_device(q), enabled=False):
         return ttt_recurrent(
             q, empty, v, None, None, None, None, _fast_weights(state), rule=rule, chunk_size=1, updates=0
         )[0]

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import wraps
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -79,7 +78,8 @@ class _Loop:
         self.q, k, v, lr0, lr1, lr2, momentum, *fast = inputs
         self.tokens = Tokens(k, v, lr0, lr1, lr2) if 0 in rule.updated else Tokens(k, v, None, lr1, None)
         self.read_keys = rule.read_with == "key" and self.q.shape[1] == k.shape[1]
-        self.sizes = [chunk_size] * updates + [max(self.q.shape[1], k.shape[1]) - updates * chunk_size]
+        self.length = max(self.q.shape[1], k.shape[1])
+        self.sizes = [chunk_size] * updates + [self.length - updates * chunk_size]
         self.momenta: list[Tensor | None] = [None] * updates
         if momentum is not None and updates:
             means = momentum[:, : updates * chunk_size].unflatten(1, (updates, chunk_size)).mean(2)
@@ -90,13 +90,16 @@ class _Loop:
         self.first = _State([w if r is None else r for w, r in zip(work, raw, strict=True)], work, buffer)
         self.static = make_net(work, rule, self.q.dtype).w02 if 0 not in rule.updated else None
 
-    def split(self, x: Tensor) -> list[Tensor]:
-        """[B, T, H, D] → chunks heads first [B, H, C, D], and what is left after the last that updates; views. Tokens
+    def cut(self, x: Tensor, c: int) -> Tensor:
+        """[B, T, H, D] → chunk c heads first [B, H, C, D], or what is left after the last that updates; a view. Tokens
         that are not there are left out of the last."""
-        if x.shape[1] != sum(self.sizes):
-            return [heads_first(x[:, :0])] * len(self.sizes)
-        ends = list(accumulate(self.sizes))
-        return [heads_first(x[:, end - size : end]) for size, end in zip(self.sizes, ends, strict=True)]
+        start = c * self.sizes[0]
+        stop = start + self.sizes[c] if x.shape[1] == self.length else start
+        return heads_first(x[:, start:stop])
+
+    def split(self, x: Tensor) -> list[Tensor]:
+        """All chunks, as `cut` gives them."""
+        return [self.cut(x, c) for c in range(len(self.sizes))]
 
     def split_tokens(self, tokens: Tokens) -> list[Tokens]:
         """The chunks that update."""
@@ -217,12 +220,12 @@ class _Recurrent(torch.autograd.Function):
     def forward(ctx, rule, chunk_size, updates, keep, return_state, *inputs):
         loop = _Loop(rule, chunk_size, updates, inputs)
         out = loop.tokens.v.new_empty(*loop.q.shape[:3], loop.first.work[1].shape[-2])
-        reads, outs = loop.split(loop.tokens.k if loop.read_keys else loop.q), loop.split(out)
+        reads = loop.split(loop.tokens.k if loop.read_keys else loop.q)
         chunks = loop.split_tokens(loop.tokens)
         state, kept = loop.first, []
         for c in range(updates + 1):
             net = loop.net(state)
-            read_forward(reads[c], net, outs[c])
+            read_forward(reads[c], net, loop.cut(out, c))  # cut now: export records writes to views
             for step in range(rule.inner_steps if c < updates else 0):
                 net = loop.net(state) if step else net
                 state = loop.step(state, net, chunks[c], loop.momenta[c])
