@@ -391,6 +391,8 @@ def test_caches_without_fast_weights_are_refused(baseline):
     filled.update(torch.zeros(1, 4, 3, 8), torch.zeros(1, 4, 3, 8), 0)
     static = StaticCache(config=baseline.config, max_cache_len=20)
     both = EncoderDecoderCache(DynamicCache(), DynamicCache())
-    for cache in (filled, static, both, DynamicCache(offloading=True)):
+    offloaded = DynamicCache()
+    offloaded.offloading = True  # its constructor needs an accelerator
+    for cache in (filled, static, both, offloaded):
         with pytest.raises(ValueError, match="cannot hold fast weights"):
             baseline(token_ids(1, 2), cache=cache, use_cache=True)

@@ -4,6 +4,7 @@
 import ast
 import inspect
 import json
+import sys
 
 import pytest
 import torch
@@ -76,10 +77,21 @@ def test_buffers_after_loading(tmp_path, model_class, rope_parameters):
     assert_close(loaded(ids)[0], model(ids)[0], atol=0, rtol=0)
 
 
-def test_buffers_and_logits_of_remote_code(tmp_path, monkeypatch):
-    """A package got the fix for its buffers, and the copy of its code on the Hub did not: NaN from that one."""
+@pytest.fixture
+def remote_code_folder(tmp_path, monkeypatch):
+    """Remote code is copied to a folder of this test, and no module of it stays behind."""
+    remote = lambda: [name for name in sys.modules if name.partition(".")[0] == "transformers_modules"]  # noqa: E731
+    for name in remote():
+        monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    yield
+    for name in remote():
+        del sys.modules[name]
+
+
+def test_buffers_and_logits_of_remote_code(tmp_path, remote_code_folder):
+    """A package got the fix for its buffers, and the copy of its code on the Hub did not: NaN from that one."""
     model = busy_model(tiny_config("variant2"))
     model.save_pretrained(tmp_path / "saved")
     remote_class = get_class_from_dynamic_module("modeling_lact.LaCTForCausalLM", tmp_path / "saved")
@@ -179,6 +191,16 @@ def test_saving_and_loading_in_bfloat16(tmp_path):
     assert loaded.dtype == torch.bfloat16 and loaded.model.layers[0].attn.w1.dtype == torch.float32
     for name, parameter in loaded.named_parameters():
         assert torch.equal(parameter, model.get_parameter(name).to(parameter.dtype)), name
+
+
+def test_loading_in_float64(tmp_path):
+    """Fast weights are stored in float32, and everything is computed in float64."""
+    model = busy_model(tiny_config())
+    model.save_pretrained(tmp_path)
+    loaded = LaCTForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+    assert loaded.dtype == torch.float64
+    ids = token_ids(2, 29)
+    assert_close(loaded(ids).logits, model.double()(ids).logits, atol=1e-12, rtol=1e-12)
 
 
 @pytest.mark.parametrize("tied", [True, False])

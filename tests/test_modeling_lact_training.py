@@ -103,6 +103,7 @@ def ddp_process(rank: int, folder: str) -> None:
 def test_ddp(tmp_path):
     """Two processes with gloo, without a search for unused parameters."""
     tests, env = os.path.dirname(__file__), dict(os.environ)
+    env.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     env["PYTHONPATH"] = os.pathsep.join([tests, *(path for path in sys.path if path)])
     command = [sys.executable, __file__, str(tmp_path)]
     run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
