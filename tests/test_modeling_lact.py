@@ -105,7 +105,7 @@ def test_published_model(file, dtype):
 
 @pytest.mark.parametrize("file", [f for f, case in INDEX["models"].items() if case["config"]["use_muon"]])
 def test_published_muon_in_bfloat16(file):
-    """As published. Only the loss can be compared: rounding differs between kernels and is amplified by some hundreds."""
+    """As published. Only the loss can be compared: rounding differs between kernels and is amplified by hundreds."""
     model, tensors = published_model(file, ttt_muon_dtype="bfloat16")
     loss = model(tensors["input_ids/0"], labels=tensors["input_ids/0"]).loss
     assert_close(loss, tensors["loss"][0], atol=INDEX["tolerance"]["muon_bfloat16"]["loss"], rtol=0)
