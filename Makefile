@@ -12,7 +12,7 @@ PYTEST_ARGS ?=
 NEWEST := $(shell sed -n 's/^transformers==//p' constraints.txt)
 OLDEST := 5.18.0
 OLDEST_TESTS := tests/test_generation_lact.py tests/test_cache_ttt.py tests/test_remote_code.py \
-                tests/test_packing_lact.py tests/test_modeling_lact.py
+                tests/test_packing_lact.py tests/test_modeling_lact.py tests/test_modeling_lact_loading.py
 BENCHMARKS := $(wildcard benchmarks/bench_*.py)
 
 VENV := .venv/bin/python

@@ -14,7 +14,8 @@ BACKENDS = ("auto", "torch", "triton")
 
 _LOSS_NAME = re.compile(  # of the published code; `_parallel` is read after any, and refused where it is not exact
     r"((?P<ascent>ga_)?dot_product|(?P<key>no_query_)dot_product|(?P<mse>mse)"
-    r"|(?P<last>only_w1)((?P<linear>_straight_qk)(?P<no_rate>_no_lr1)?)?(?P<no_norm>_no_wn)?)(?P<parallel>_parallel)?"
+    r"|(?P<last>only_w1)((?P<linear>_straight_qk)(?P<no_rate>_no_lr1)?)?(?P<no_norm>_no_wn)?(?P<no_muon>_no_muon)?)"
+    r"(?P<parallel>_parallel)?"
 )
 _LOSS_NAME_PARTS: dict[str, dict[str, Any]] = {
     "ascent": {"ttt_direction": "ascent"},
@@ -24,7 +25,18 @@ _LOSS_NAME_PARTS: dict[str, dict[str, Any]] = {
     "linear": {"ttt_fast_weight": "linear"},
     "no_rate": {"ttt_learnable_lr": False},
     "no_norm": {"ttt_weight_norm": "none"},
+    "no_muon": {"use_muon": False},  # ViTTT
     "parallel": {"ttt_implementation": "parallel"},
+}
+INNER_LOOP_DEFAULTS: dict[str, Any] = {
+    "ttt_loss_type": "dot_product",
+    "ttt_update": "all",
+    "ttt_weight_norm": "post",
+    "ttt_fast_weight": "swiglu",
+    "ttt_learnable_lr": True,
+    "ttt_direction": "descent",
+    "ttt_read_with": "query",
+    "ttt_implementation": "auto",
 }
 
 
@@ -39,7 +51,7 @@ def parse_loss_name(name: str) -> dict[str, Any]:
         raise ValueError(
             f"ttt_loss_type={name!r} is not known; expected 'dot_product', 'mse', or a published name: "
             "'ga_dot_product', 'no_query_dot_product', or 'only_w1' ['_straight_qk' ['_no_lr1']] ['_no_wn'] "
-            "['_parallel']. Other combinations are set by ttt_direction, ttt_read_with, ttt_update, ttt_weight_norm "
+            "['_no_muon'] ['_parallel']. Other combinations are set by ttt_direction, ttt_read_with, ttt_update, ttt_weight_norm "
             "and ttt_learnable_lr"
         )
     fields: dict[str, Any] = {"ttt_loss_type": "dot_product"}
@@ -48,27 +60,23 @@ def parse_loss_name(name: str) -> dict[str, Any]:
     return fields
 
 
-def resolve_inner_loop(config: Any, prenorm: bool) -> None:
+def resolve_inner_loop(config: Any, prenorm: bool = False, defaults: dict[str, Any] = INNER_LOOP_DEFAULTS) -> None:
     """Turn the loss name into fields and fill in what was left open (None), on a configuration that is being made.
 
     Args:
         config: has the fields of the inner loop; those that were not given are None.
         prenorm: the published flag `ttt_prenorm`. True means `ttt_weight_norm="pre"`; False overrides nothing.
+        defaults: the fields that the architecture has, with their values where nothing is said.
 
     Raises:
         ValueError: where two fields contradict each other, or for values that are not known.
     """
-    defaults = {
-        "ttt_loss_type": "dot_product",
-        "ttt_update": "all",
-        "ttt_weight_norm": "post",
-        "ttt_fast_weight": "swiglu",
-        "ttt_learnable_lr": True,
-        "ttt_direction": "descent",
-        "ttt_read_with": "query",
-        "ttt_implementation": "auto",
-    }
     named = parse_loss_name(config.ttt_loss_type)
+    for field in named.keys() - defaults.keys():
+        raise ValueError(
+            f"ttt_loss_type={config.ttt_loss_type!r} means {field}={named[field]!r}, which {config.model_type!r} does "
+            "not have as part of its loss"
+        )
     for field, default in defaults.items():
         value = None if field == "ttt_loss_type" else getattr(config, field)
         if field in named:

@@ -8,7 +8,6 @@ a1600012888/LaCT, whose state dicts load unchanged). The inner loop and its vari
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -27,13 +26,14 @@ from transformers.modeling_outputs import (
     SequenceClassifierOutputWithPast,
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import can_return_tuple, logging
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from .cache_ttt import TTTCache
 from .configuration_lact import LaCTConfig
+from .modeling_ttt import TTTPreTrainedModel, accumulation_dtype, keep_unused
 from .ttt_layout import (
     TTTLayout,
     document_boundaries,
@@ -59,11 +59,6 @@ AUTO_MAP = {
 }
 
 
-def _accumulation_dtype(x: Tensor) -> torch.dtype:
-    """float32, or float64 for float64."""
-    return torch.promote_types(x.dtype, torch.float32)
-
-
 class LaCTRMSNorm(nn.Module):
     """x / rms(x) · weight over the last dimension, in float32."""
 
@@ -73,7 +68,7 @@ class LaCTRMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        h = x.to(_accumulation_dtype(x))
+        h = x.to(accumulation_dtype(x))
         h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight.to(h.dtype)
         return h.to(x.dtype)
 
@@ -130,21 +125,8 @@ def eager_attention_forward(
     weights = torch.matmul(query, key.transpose(2, 3)) * scaling
     if attention_mask is not None:
         weights = weights + attention_mask
-    weights = F.softmax(weights, dim=-1, dtype=_accumulation_dtype(weights)).to(query.dtype)
+    weights = F.softmax(weights, dim=-1, dtype=accumulation_dtype(weights)).to(query.dtype)
     return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
-
-
-class _Unused(torch.autograd.Function):
-    """x as it is, with zero gradients for parameters that a variant keeps without using them."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, *unused: Tensor) -> Tensor:
-        ctx.save_for_backward(*unused)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        return grad, *(torch.zeros_like(parameter) for parameter in ctx.saved_tensors)
 
 
 class LowRankFastWeight(nn.Module):
@@ -156,7 +138,7 @@ class LowRankFastWeight(nn.Module):
         self.w_right = nn.Parameter(torch.empty(heads, rank, in_width, dtype=torch.float32))
 
     def forward(self) -> Tensor:
-        left = self.w_left.to(_accumulation_dtype(self.w_left))
+        left = self.w_left.to(accumulation_dtype(self.w_left))
         eye = torch.eye(left.shape[1], self.w_right.shape[2], dtype=left.dtype, device=left.device)
         return left @ self.w_right.to(left.dtype) + 0.5 * eye
 
@@ -227,7 +209,7 @@ class LaCTAttention(nn.Module):
     def _ttt(self, hidden_states, q, k, v, position_embeddings, layout: TTTLayout, cache: Cache | None) -> Tensor:
         config, rule = self.config, self.config.rule
         heads, dtype = config.num_lact_heads, v.dtype
-        wide = _accumulation_dtype(v)
+        wide = accumulation_dtype(v)
         q, k = (self._fast_input(x, i, position_embeddings, wide).to(dtype) for i, x in enumerate((q, k)))
         v = split_heads(F.silu(v) if config.qkv_silu and not config.no_v_silu else v, heads)
 
@@ -269,7 +251,7 @@ class LaCTAttention(nn.Module):
         if config.learnable_ttt_scale:
             out = out * F.silu(self.ttt_scale_proj(hidden_states)).to(out.dtype)[..., None]
         if not config.ttt_learnable_lr:
-            out = _Unused.apply(out, self.lr_proj.weight, self.lr_proj.bias)
+            out = keep_unused(out, self.lr_proj.weight, self.lr_proj.bias)
         return out.flatten(2).to(dtype)
 
     def _fast_input(self, x: Tensor, column: int, position_embeddings, dtype: torch.dtype) -> Tensor:
@@ -318,13 +300,8 @@ class LaCTDecoderLayer(GradientCheckpointingLayer):
         return hidden_states + self.mlp(self.mlp_norm(hidden_states))
 
 
-class LaCTPreTrainedModel(PreTrainedModel):
-    """What the LaCT models share: initialisation, and the choice of the TTT evaluation.
-
-    Args:
-        config: the configuration. The model is built for its `ttt_implementation` and `ttt_backend`.
-        ttt_implementation, ttt_backend: override those of the configuration.
-    """
+class LaCTPreTrainedModel(TTTPreTrainedModel):
+    """What the LaCT models share: see `TTTPreTrainedModel`."""
 
     config: LaCTConfig
     config_class = LaCTConfig
@@ -339,38 +316,8 @@ class LaCTPreTrainedModel(PreTrainedModel):
     _supports_attention_backend = True
     _is_stateful = True
     _can_record_outputs = {"hidden_states": LaCTDecoderLayer, "attentions": LaCTAttention}
-    _keep_in_fp32_modules_strict = ["w0", "w1", "w2"]
-
-    def __init__(self, config: LaCTConfig, ttt_implementation: str | None = None, ttt_backend: str | None = None):
-        config.check_buildable()
-        super().__init__(config)
-        self.set_ttt_implementation(ttt_implementation or config.ttt_implementation, ttt_backend or config.ttt_backend)
-
-    def set_ttt_implementation(self, implementation: str, backend: str | None = None) -> None:
-        """Choose how the TTT layers are evaluated, from the next call on.
-
-        Args:
-            implementation: "recurrent", "parallel" (the same numbers, where exact) or "auto".
-            backend: "torch", "triton" or "auto"; None leaves it as it is.
-
-        Raises:
-            ValueError: for other names, and "parallel" where it is not exact.
-            ImportError: for a backend that is not available.
-        """
-        backend = self.config.ttt_backend if backend is None else backend
-        TTT_FUNCTIONS.resolve(self.config.rule, implementation, backend)
-        self.config.ttt_implementation, self.config.ttt_backend = implementation, backend
-
-    def get_ttt_implementation(self) -> str:
-        """The evaluation that the next call takes: "recurrent" or "parallel"."""
-        choice = self.config.ttt_implementation, self.config.ttt_backend
-        return TTT_FUNCTIONS.resolve(self.config.rule, *choice)[0]
-
-    def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
-        """As in transformers; the saved folder loads with any of the Auto classes and `trust_remote_code=True`."""
-        if self.is_remote_code():
-            self.config.auto_map = dict(AUTO_MAP)
-        super().save_pretrained(save_directory, *args, **kwargs)
+    _ttt_functions = TTT_FUNCTIONS
+    _ttt_auto_map = AUTO_MAP
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)

@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from .ttt_checks import (
-    check_choice,
     check_chunk_size,
     check_rows,
     check_state,
@@ -19,6 +18,7 @@ from .ttt_checks import (
     check_weights,
     has_values,
 )
+from .ttt_interface import TTTInterface
 from .ttt_layout import TTTLayout, make_layout
 from .ttt_parallel import ttt_parallel
 from .ttt_recurrent import FastWeights, ttt_recurrent
@@ -26,45 +26,6 @@ from .ttt_rule import TTTRule
 from .ttt_state import TTTState, ttt_init
 
 PENDING = ("k", "v", "lr0", "lr1", "lr2", "momentum")
-
-
-class TTTInterface:
-    """Registry of evaluations, `(implementation, backend) → function`, like transformers' attention interface.
-
-    A function has the signature of `ttt_recurrent`: aligned rows in, output and fast weights out.
-    """
-
-    def __init__(self):
-        self._functions: dict[tuple[str, str], Callable] = {}
-
-    def register(self, implementation: str, backend: str, function: Callable) -> None:
-        """Add an evaluation, or replace one."""
-        self._functions[implementation, backend] = function
-
-    def resolve(self, rule: TTTRule, implementation: str = "auto", backend: str = "auto") -> tuple[str, str]:
-        """The names of the evaluation that a call takes.
-
-        Raises:
-            ValueError: for a name that is not known, or "parallel" where it is not exact.
-            ImportError: for a backend that is not available.
-        """
-        check_choice("implementation", implementation, ("auto", "recurrent", "parallel"))
-        check_choice("backend", backend, ("auto", "torch", "triton"))
-        if implementation == "parallel" and not rule.parallelizable:
-            raise ValueError(f"implementation='parallel' is not exact for this rule: {rule.why_not_parallel}")
-        if implementation == "auto":
-            implementation = "parallel" if rule.parallelizable else "recurrent"
-        backend = "torch" if backend == "auto" else backend
-        if (implementation, backend) not in self._functions:
-            raise ImportError(
-                f"backend={backend!r} has no {implementation!r} evaluation in this installation; "
-                "use backend='torch' (ttt_backend='torch' in a model)"
-            )
-        return implementation, backend
-
-    def get(self, rule: TTTRule, implementation: str = "auto", backend: str = "auto") -> Callable:
-        """The function for these names."""
-        return self._functions[self.resolve(rule, implementation, backend)]
 
 
 TTT_FUNCTIONS = TTTInterface()

@@ -99,7 +99,10 @@ class _Loop:
 
     def split(self, x: Tensor) -> list[Tensor]:
         """All chunks, as `cut` gives them."""
-        return [self.cut(x, c) for c in range(len(self.sizes))]
+        if x.shape[1] != self.length or not self.updates:
+            return [self.cut(x, c) for c in range(len(self.sizes))]
+        full = x[:, : self.updates * self.sizes[0]].unflatten(1, (self.updates, self.sizes[0]))
+        return [*full.transpose(2, 3).unbind(1), self.cut(x, self.updates)]
 
     def split_tokens(self, tokens: Tokens) -> list[Tokens]:
         """The chunks that update."""
