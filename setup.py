@@ -10,8 +10,19 @@ extras = {
     "triton": ["triton; sys_platform == 'linux'"],
 }
 extras["all"] = extras["train"] + extras["peft"] + extras["triton"]
-extras["examples"] = extras["train"] + ["matplotlib", "pillow"]
-extras["test"] = ["mypy", "parameterized", "pillow", "psutil", "pytest", "pytest-xdist", "ruff"]
+extras["examples"] = extras["train"] + ["matplotlib", "pillow", "scikit-learn"]
+extras["test"] = [
+    "mypy",
+    "onnx",
+    "onnxruntime",
+    "onnxscript",
+    "parameterized",
+    "pillow",
+    "psutil",
+    "pytest",
+    "pytest-xdist",
+    "ruff",
+]
 
 setup(
     name="hf-ttt",
@@ -39,6 +50,7 @@ setup(
     packages=find_packages("src"),
     package_data={"hf_ttt": ["py.typed"]},
     zip_safe=False,
-    install_requires=["torch>=2.7", "transformers>=5.18,<6", "huggingface-hub", "safetensors"],
+    install_requires=["torch>=2.7", "transformers>=5.18,<6", "huggingface-hub", "safetensors", "typer"],
+    entry_points={"console_scripts": ["hf-ttt = hf_ttt.cli:main"]},
     extras_require=extras,
 )

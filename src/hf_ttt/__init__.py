@@ -1,11 +1,29 @@
 # Copyright 2026 The hf-ttt authors. Licensed under the Apache License, Version 2.0.
 """Test-time-training (TTT) models for transformers: importing this package registers them with the Auto classes."""
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from typing import Any
+
+from transformers import (
+    AutoBackbone,
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForSequenceClassification,
+)
 
 from .cache_ttt import TTTCache
 from .configuration_lact import LaCTConfig
+from .configuration_vittt import HViTTTConfig, ViTTTConfig
 from .modeling_lact import LaCTForCausalLM, LaCTForSequenceClassification, LaCTModel
+from .modeling_vittt import (
+    HViTTTBackbone,
+    HViTTTForImageClassification,
+    HViTTTModel,
+    ViTTTBackbone,
+    ViTTTForImageClassification,
+    ViTTTModel,
+)
 from .ttt_ops import TTTInterface, ttt_attention, ttt_read, ttt_update
 from .ttt_rule import TTTRule
 from .ttt_state import TTTState, ttt_init
@@ -13,6 +31,10 @@ from .ttt_state import TTTState, ttt_init
 __version__ = "0.1.0"
 
 __all__ = [
+    "HViTTTBackbone",
+    "HViTTTConfig",
+    "HViTTTForImageClassification",
+    "HViTTTModel",
     "LaCTConfig",
     "LaCTForCausalLM",
     "LaCTForSequenceClassification",
@@ -21,17 +43,31 @@ __all__ = [
     "TTTInterface",
     "TTTRule",
     "TTTState",
+    "ViTTTBackbone",
+    "ViTTTConfig",
+    "ViTTTForImageClassification",
+    "ViTTTModel",
     "ttt_attention",
     "ttt_init",
     "ttt_read",
     "ttt_update",
 ]
 
-_MODELS = {
+_MODELS: dict[type[Any], dict[type[Any], type[Any]]] = {
     LaCTConfig: {
         AutoModel: LaCTModel,
         AutoModelForCausalLM: LaCTForCausalLM,
         AutoModelForSequenceClassification: LaCTForSequenceClassification,
+    },
+    ViTTTConfig: {
+        AutoModel: ViTTTModel,
+        AutoModelForImageClassification: ViTTTForImageClassification,
+        AutoBackbone: ViTTTBackbone,
+    },
+    HViTTTConfig: {
+        AutoModel: HViTTTModel,
+        AutoModelForImageClassification: HViTTTForImageClassification,
+        AutoBackbone: HViTTTBackbone,
     },
 }
 

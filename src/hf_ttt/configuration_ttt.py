@@ -51,8 +51,8 @@ def parse_loss_name(name: str) -> dict[str, Any]:
         raise ValueError(
             f"ttt_loss_type={name!r} is not known; expected 'dot_product', 'mse', or a published name: "
             "'ga_dot_product', 'no_query_dot_product', or 'only_w1' ['_straight_qk' ['_no_lr1']] ['_no_wn'] "
-            "['_no_muon'] ['_parallel']. Other combinations are set by ttt_direction, ttt_read_with, ttt_update, ttt_weight_norm "
-            "and ttt_learnable_lr"
+            "['_no_muon'] ['_parallel']. Other combinations are set by ttt_direction, ttt_read_with, ttt_update, "
+            "ttt_weight_norm, use_muon and ttt_learnable_lr"
         )
     fields: dict[str, Any] = {"ttt_loss_type": "dot_product"}
     for part, text in match.groupdict().items():
