@@ -179,7 +179,7 @@ class ViTTTPatchEmbeddings(nn.Module):
         self.proj = nn.Conv2d(config.num_channels, config.hidden_size, config.patch_size, stride=config.patch_size)
 
     def forward(self, pixels: Tensor) -> Tensor:
-        return conv(self.proj, pad_to_multiple(pixels.to(self.proj.weight.dtype), self.proj.kernel_size[0]))
+        return conv(self.proj, pad_to_multiple(pixels.to(next(self.parameters()).dtype), self.proj.kernel_size[0]))
 
 
 class ConvNorm(nn.Module):
@@ -515,7 +515,8 @@ class HViTTTBackbone(HViTTTPreTrainedModel, ViTTTBackbone):
         return [self.config.hidden_sizes[0], *self.config.hidden_sizes]
 
     def _feature(self, x: Tensor, index: int) -> Tensor:
-        return getattr(self, f"norm{index - 1}")(x) if index else x
+        norm: Callable[[Tensor], Tensor] = getattr(self, f"norm{index - 1}", nn.Identity())
+        return norm(x)
 
 
 __all__ = [
