@@ -233,22 +233,22 @@ class HViTTTDownsample(nn.Module):
 
 
 class HViTTTStage(nn.Module):
-    """Blocks of one resolution; `downsample` leads to the next stage."""
+    """Blocks of one resolution; returns their map, and what the next stage takes."""
 
     def __init__(self, config: HViTTTConfig, index: int, rates: list[float]):
         super().__init__()
         width, heads = config.hidden_sizes[index], config.num_attention_heads[index]
         self.theta = config.rope_theta
         self.blocks = nn.ModuleList([ViTTTBlock(config, width, heads, rate, depthwise=True) for rate in rates])
-        if index + 1 < len(config.depths):
-            self.downsample = HViTTTDownsample(width, config.hidden_sizes[index + 1])
+        last = index + 1 == len(config.depths)
+        self.downsample = nn.Identity() if last else HViTTTDownsample(width, config.hidden_sizes[index + 1])
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         _, height, width, channels = x.shape
         rotary = rotary_tables(height, width, channels, self.theta, x)
         for block in self.blocks:
             x = block(x, rotary)
-        return x
+        return x, self.downsample(x)
 
 
 class ViTTTPreTrainedModel(TTTPreTrainedModel):
@@ -479,8 +479,8 @@ class HViTTTPreTrainedModel(ViTTTPreTrainedModel):
         x = self.patch_embed(check_pixels(pixel_values, self.config.num_channels, STEM_STRIDE))
         maps = [x]
         for stage in self.layers:
-            maps.append(stage(x))
-            x = stage.downsample(maps[-1]) if hasattr(stage, "downsample") else maps[-1]
+            features, x = stage(x)
+            maps.append(features)
         return maps
 
     def _normalised(self, x: Tensor) -> Tensor:
@@ -515,8 +515,7 @@ class HViTTTBackbone(HViTTTPreTrainedModel, ViTTTBackbone):
         return [self.config.hidden_sizes[0], *self.config.hidden_sizes]
 
     def _feature(self, x: Tensor, index: int) -> Tensor:
-        norm: Callable[[Tensor], Tensor] = getattr(self, f"norm{index - 1}", nn.Identity())
-        return norm(x)
+        return self.get_submodule(f"norm{index - 1}")(x) if index else x
 
 
 __all__ = [
