@@ -112,7 +112,8 @@ class ViTTTConfig(_VisionConfig):
     Defaults are those of the published ViTTT-S (LeapLabTHU/ViTTT).
 
     Args:
-        image_size: side of the images in training, for image processors; models take any size.
+        image_size: side of the images in training, or their height and width, for image processors; models take any
+            size.
         patch_size: side of a patch.
         num_channels: channels of an image.
         hidden_size: width.
@@ -147,7 +148,7 @@ class ViTTTConfig(_VisionConfig):
     model_type = "vittt"
     _sizes = _SIZES
 
-    image_size: int = 224
+    image_size: int | list[int] | tuple[int, int] = 224
     patch_size: int = 16
     num_channels: int = 3
     hidden_size: int = 384
@@ -191,7 +192,8 @@ class HViTTTConfig(_VisionConfig):
     Defaults are those of the published H-ViTTT-T (LeapLabTHU/ViTTT).
 
     Args:
-        image_size: side of the images in training, for image processors; models take any size.
+        image_size: side of the images in training, or their height and width, for image processors; models take any
+            size.
         num_channels: channels of an image.
         hidden_sizes: width of each stage.
         depths: blocks of each stage.
@@ -214,7 +216,7 @@ class HViTTTConfig(_VisionConfig):
     model_type = "h_vittt"
     _sizes = _HIERARCHICAL_SIZES
 
-    image_size: int = 224
+    image_size: int | list[int] | tuple[int, int] = 224
     num_channels: int = 3
     hidden_sizes: list[int] | tuple[int, ...] = (64, 128, 320, 512)
     depths: list[int] | tuple[int, ...] = (1, 3, 9, 4)

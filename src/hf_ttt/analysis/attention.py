@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 
-def _ttt_layers(model: nn.Module) -> list[nn.Module]:
+def _ttt_layers(model: nn.Module) -> list[Any]:
     """The TTT blocks of a vision model in order; by name, since each revision of remote code has a class of its own."""
     return [module for module in model.modules() if type(module).__name__ == "ViTTTAttention"]
 

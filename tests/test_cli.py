@@ -1,0 +1,307 @@
+# Copyright 2026 The hf-ttt authors. Licensed under the Apache License, Version 2.0.
+"""The command line: what a conversion writes, how it fails, and its help."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from safetensors.torch import load_file, save_file
+from transformers import AutoImageProcessor, AutoModelForCausalLM, AutoModelForImageClassification
+from typer.testing import CliRunner
+
+import hf_ttt
+from hf_ttt import HViTTTBackbone
+from hf_ttt.cli import app, parse_settings
+
+GOLDEN = Path(__file__).with_name("golden")
+TENSORS = {
+    "vittt": load_file(GOLDEN / "vittt" / "model_vittt_official_b.safetensors"),
+    "h_vittt": load_file(GOLDEN / "vittt" / "model_hvittt_official.safetensors"),
+    "nonsquare": load_file(GOLDEN / "vittt" / "model_hvittt_official_nonsquare.safetensors"),
+    "dense": load_file(GOLDEN / "vittt" / "backbone_det_official.safetensors"),
+}
+
+
+def state_of(name):
+    return {key[3:]: value for key, value in TENSORS[name].items() if key.startswith("sd.")}
+
+
+def run(*arguments):
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exc_info
+    return result
+
+
+def convert(architecture, source, output, *arguments):
+    return run("convert", "--architecture", architecture, source, output, *arguments)
+
+
+@pytest.fixture
+def source(tmp_path):
+    """A function that writes a checkpoint with the weights of a golden model, and gives its path."""
+
+    def write(name, wrap=lambda state: {"model": state}):
+        path = tmp_path / f"{name}.pth"
+        torch.save(wrap(state_of(name)), path)
+        return path
+
+    return write
+
+
+@torch.no_grad()
+def check_logits(model, tensors):
+    want = tensors["eval.logits"]
+    atol = 5e-5 * want.abs().max().item()  # the golden index's tolerance
+    torch.testing.assert_close(model(tensors["pixel_values"]).logits, want, atol=atol, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrap"),
+    [
+        ("vittt", dict),
+        ("vittt", lambda state: {"model": state, "epoch": 299}),
+        ("vittt", lambda state: {"state_dict": {f"module.{key}": value for key, value in state.items()}}),
+        ("h_vittt", lambda state: {"ema": state}),
+        (
+            "h_vittt",
+            lambda state: {"model": {key: value * 0 for key, value in state.items()}, "state_dict_ema": state},
+        ),
+    ],
+    ids=["bare", "model", "state_dict", "ema", "both"],
+)
+def test_converted_folder_gives_the_published_logits(tmp_path, source, name, wrap):
+    output = tmp_path / "out"
+    result = convert(name, source(name, wrap), output)
+    assert result.exit_code == 0, result.output
+    assert result.stdout == f"{output}\n"
+    assert "Reading " in result.stderr and "Converted to " in result.stderr and "parameters" in result.stderr
+    check_logits(AutoModelForImageClassification.from_pretrained(output), TENSORS[name])
+
+
+def test_what_the_folder_holds(tmp_path, source):
+    output = tmp_path / "out"
+    assert convert("h_vittt", source("h_vittt"), output, "--license", "mit").exit_code == 0
+    names = {path.name for path in output.iterdir()}
+    assert names >= {"model.safetensors", "config.json", "preprocessor_config.json", "README.md"}
+    assert names >= {"configuration_vittt.py", "modeling_vittt.py", "image_processing_vittt.py"}
+    config = json.loads((output / "config.json").read_text())
+    assert config["image_size"] == 64 and config["hidden_sizes"] == [8, 16, 24, 32]
+    assert config["id2label"] == {str(i): f"LABEL_{i}" for i in range(6)}
+    assert "AutoModelForImageClassification" in config["auto_map"]
+    processor = AutoImageProcessor.from_pretrained(output)
+    image = torch.zeros(3, 100, 200, dtype=torch.uint8)
+    assert processor(image, return_tensors="pt").pixel_values.shape == (1, 3, 64, 64)
+
+
+@pytest.mark.parametrize("licence", [None, "mit"])
+def test_card(tmp_path, source, licence):
+    """The licence is the one that is given, never one of this package's own."""
+    output = tmp_path / "out"
+    arguments = [] if licence is None else ["--license", licence]
+    assert convert("vittt", source("vittt"), output, *arguments).exit_code == 0
+    card = ModelCard.load(output / "README.md")
+    header = card.content.split("---")[1]
+    assert f"license: {licence or 'other'}\n" in header
+    assert "library_name: transformers\n" in header and "pipeline_tag: image-classification\n" in header
+    assert all(f"- {tag}\n" in header for tag in ("custom_code", "test-time-training", "linear-attention"))
+    assert ("look for the terms beside the published weights" in card.content) is (licence is None)
+    assert "vittt.pth" in card.text and str(tmp_path) not in card.content
+
+
+@torch.no_grad()
+def test_dense_backbone(tmp_path, source):
+    output = tmp_path / "out"
+    result = convert("h_vittt", source("dense"), output)
+    assert result.exit_code == 0, result.output
+    assert "pipeline_tag: image-feature-extraction\n" in (output / "README.md").read_text()
+    tensors = TENSORS["dense"]
+    maps = HViTTTBackbone.from_pretrained(output)(tensors["case1.pixel_values"]).feature_maps
+    for index, got in enumerate(maps):
+        want = tensors[f"case1.steady.stage{index}"]
+        torch.testing.assert_close(got, want, atol=2e-5 * want.abs().max().item(), rtol=0)
+    assert len(maps) == 3
+
+
+def test_images_that_are_not_square(tmp_path, source):
+    output = tmp_path / "out"
+    assert convert("h_vittt", source("nonsquare"), output).exit_code == 0
+    processor = AutoImageProcessor.from_pretrained(output)
+    image = torch.zeros(3, 100, 100, dtype=torch.uint8)
+    assert processor(image, return_tensors="pt").pixel_values.shape == (1, 3, 32, 64)
+    check_logits(AutoModelForImageClassification.from_pretrained(output), TENSORS["nonsquare"])
+
+
+def test_safetensors_and_options(tmp_path):
+    save_file(state_of("vittt"), tmp_path / "x.safetensors")
+    options = ["--image-size", 48, "--num-labels", 5, "--config", "embed_dim=32", "--config", "qkv_bias=True"]
+    output = tmp_path / "out"
+    result = convert("vittt", tmp_path / "x.safetensors", output, *options, "--config", "ttt_loss_type=only_w1")
+    assert result.exit_code == 0, result.output
+    config = json.loads((output / "config.json").read_text())
+    assert (config["image_size"], config["ttt_update"]) == (48, "last")
+    assert AutoImageProcessor.from_pretrained(output).crop_size["height"] == 48
+
+
+def test_language_model(tmp_path):
+    name = "model_m1_full_mom.safetensors"
+    config = json.loads((GOLDEN / "lact" / "models.json").read_text())["models"][name]["config"]
+    tensors = load_file(GOLDEN / "lact" / name)
+    state = {key.removeprefix("state_dict/"): tensors[key] for key in tensors if key.startswith("state_dict/")}
+    torch.save(state, tmp_path / "lact.pth")
+    (tmp_path / "760m.json").write_text(json.dumps(config))
+    output = tmp_path / "out"
+    result = convert("lact", tmp_path / "lact.pth", output, "--config", tmp_path / "760m.json")
+    assert result.exit_code == 0, result.output
+    loaded = AutoModelForCausalLM.from_pretrained(output).state_dict()
+    assert loaded.keys() == state.keys() and all(torch.equal(loaded[key], value) for key, value in state.items())
+    assert not (output / "preprocessor_config.json").exists()
+    assert "pipeline_tag: text-generation\n" in (output / "README.md").read_text()
+
+
+class CfgNode(dict):
+    """A configuration as a training run pickles it."""
+
+
+def test_pickled_configuration(tmp_path, source):
+    path = source("vittt", lambda state: {"model": state, "config": CfgNode(MODEL="vittt")})
+    result = convert("vittt", path, tmp_path / "out")
+    assert result.exit_code == 1 and "--allow-pickle" in result.stderr and "CfgNode" in result.stderr
+    assert not (tmp_path / "out").exists()
+    result = convert("vittt", path, tmp_path / "out", "--allow-pickle")
+    assert result.exit_code == 0, result.output
+    assert "Warning: allow_pickle: reading 'vittt.pth' runs code from the file\n" in result.stderr
+
+
+def test_choice_of_weights(tmp_path, source):
+    def both(state):
+        return {"model": state, "state_dict_ema": {key: value * 0 for key, value in state.items()}}
+
+    path, output = source("h_vittt", both), tmp_path / "out"
+    assert convert("h_vittt", path, output, "--weights", "raw").exit_code == 0
+    check_logits(AutoModelForImageClassification.from_pretrained(output), TENSORS["h_vittt"])
+
+
+# ---- failures ----
+
+
+def failing(tmp_path, source):
+    """Name → source and arguments of a conversion that fails, and what it says."""
+    missing = source("vittt", lambda state: {key: value for key, value in state.items() if key != "norm.bias"})
+    good = source("h_vittt")
+    (tmp_path / "list.json").write_text("[1]")
+    return {
+        "missing": ("vittt", missing, [], "norm.bias is missing"),
+        "labels": ("h_vittt", good, ["--num-labels", "1000"], "num_labels=1000 contradicts head.bias"),
+        "config": ("h_vittt", good, ["--config", "dim=[1,2]"], "dim=[1, 2] contradicts"),
+        "unknown": ("h_vittt", good, ["--config", "width=2"], "width=2 is not known"),
+        "setting": ("h_vittt", good, ["--config", "width"], "'width' is neither key=value nor"),
+        "no_json": ("h_vittt", good, ["--config", str(tmp_path / "no.json")], "No such file"),
+        "list_json": ("h_vittt", good, ["--config", str(tmp_path / "list.json")], "must hold an object of fields"),
+        "image_size": ("h_vittt", good, ["--image-size", "0"], "image_size=0 must be the side"),
+        "architecture": ("vittt", good, [], "architecture='vittt' contradicts state_dict"),
+        "source": ("vittt", "nothing.pth", [], "source='nothing.pth' is no file that exists"),
+        "ema": ("h_vittt", good, ["--weights", "ema"], "weights='ema': 'h_vittt.pth' has no state dict"),
+    }
+
+
+def test_failures_are_one_line_and_write_nothing(tmp_path, source):
+    for name, (architecture, path, arguments, message) in failing(tmp_path, source).items():
+        before = sorted(tmp_path.iterdir())
+        result = convert(architecture, path, tmp_path / "out", *arguments)
+        assert result.exit_code == 1, name
+        assert result.stdout == "", name
+        *_, last = result.stderr.splitlines()
+        assert last.startswith("Error: ") and message in last, (name, last)
+        assert "Traceback" not in result.stderr, name
+        assert sorted(tmp_path.iterdir()) == before, name
+
+
+def test_hub_errors_are_one_line(tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError("404 Client Error.\n\nRepository Not Found")
+
+    monkeypatch.setattr("hf_ttt.conversion.checkpoint.hf_hub_download", fail)
+    result = convert("vittt", "someone/nothing/x.pth", tmp_path / "out")
+    assert result.exit_code == 1
+    assert result.stderr.splitlines()[-1].endswith("'hub-id/file': 404 Client Error. Repository Not Found")
+
+
+def test_output_folder_in_use(tmp_path, source):
+    output, path = tmp_path / "out", source("vittt")
+    output.mkdir()
+    assert convert("vittt", path, output).exit_code == 0  # an empty one will do
+    (output / "config.json").write_text("{}")
+    result = convert("vittt", path, output)
+    assert result.exit_code == 1 and "is not empty" in result.stderr and "--overwrite" in result.stderr
+    assert (output / "config.json").read_text() == "{}"
+    assert convert("vittt", path, output, "--overwrite").exit_code == 0
+    assert json.loads((output / "config.json").read_text())["hidden_size"] == 32
+    result = convert("vittt", path, tmp_path, "--overwrite")
+    assert result.exit_code == 1 and "no config.json" in result.stderr and path.exists()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["--architecture", "vit", "a", "b"], ["-a", "vittt", "a"], ["-a", "vittt", "a", "b", "--weights", "best"]],
+)
+def test_wrong_usage(arguments):
+    assert run("convert", *arguments).exit_code == 2
+
+
+# ---- the rest ----
+
+
+def test_settings():
+    got = parse_settings(
+        ["a=1", "b=[1,2]", "c=(1, 2)", "d=true", "e=False", "f=None", "g=only_w1", "h=", "i=0.5", "j=a=b"]
+    )
+    assert got == {
+        "a": 1,
+        "b": [1, 2],
+        "c": (1, 2),
+        "d": True,
+        "e": False,
+        "f": None,
+        "g": "only_w1",
+        "h": "",
+        "i": 0.5,
+        "j": "a=b",
+    }
+
+
+def test_help():
+    environment = {**os.environ, "COLUMNS": "200", "TERM": "dumb", "NO_COLOR": "1"}
+    command = [sys.executable, "-m", "hf_ttt.cli", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "Usage: hf-ttt" in done.stdout and "convert" in done.stdout
+    result = CliRunner().invoke(app, ["convert", "--help"], env={"COLUMNS": "200", "TERM": "dumb"})
+    assert result.exit_code == 0
+    for option in (
+        "--architecture",
+        "--weights",
+        "--license",
+        "--allow-pickle",
+        "--config",
+        "--overwrite",
+        "--num-labels",
+    ):
+        assert option in result.stdout, option
+
+
+def test_only_the_command_line_imports_typer():
+    source = Path(hf_ttt.__file__).parent
+    importing = set()
+    for file in source.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+            if any(name.split(".")[0] in ("typer", "click", "rich") for name in names):
+                importing.add(file.name)
+    assert importing == {"cli.py"}
