@@ -6,15 +6,18 @@ from typing import Any
 from transformers import (
     AutoBackbone,
     AutoConfig,
+    AutoImageProcessor,
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageClassification,
     AutoModelForSequenceClassification,
 )
+from transformers.utils import is_vision_available
 
 from .cache_ttt import TTTCache
 from .configuration_lact import LaCTConfig
 from .configuration_vittt import HViTTTConfig, ViTTTConfig
+from .image_processing_vittt import ViTTTImageProcessor
 from .modeling_lact import LaCTForCausalLM, LaCTForSequenceClassification, LaCTModel
 from .modeling_vittt import (
     HViTTTBackbone,
@@ -46,6 +49,7 @@ __all__ = [
     "ViTTTBackbone",
     "ViTTTConfig",
     "ViTTTForImageClassification",
+    "ViTTTImageProcessor",
     "ViTTTModel",
     "ttt_attention",
     "ttt_init",
@@ -77,3 +81,8 @@ for _config, _classes in _MODELS.items():
     for _auto, _model in _classes.items():
         _auto.register(_config, _model, exist_ok=True)
         _model.register_for_auto_class(_auto.__name__)
+
+ViTTTImageProcessor.register_for_auto_class()
+if is_vision_available():  # AutoImageProcessor is a placeholder without Pillow, which text models do not need
+    for _config in (ViTTTConfig, HViTTTConfig):
+        AutoImageProcessor.register(_config, image_processor_classes={"pil": ViTTTImageProcessor}, exist_ok=True)
