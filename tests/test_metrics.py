@@ -1,5 +1,5 @@
 # Copyright 2026 The hf-ttt authors. Licensed under the Apache License, Version 2.0.
-"""Perplexity and bits per byte, against sums by hand."""
+"""Perplexity, bits per byte and accuracy, against sums by hand."""
 
 import math
 import subprocess
@@ -11,7 +11,7 @@ import torch
 
 evaluate = pytest.importorskip("evaluate")
 
-from hf_ttt.metrics import BitsPerByte, Perplexity, sum_token_nll  # noqa: E402
+from hf_ttt.metrics import Accuracy, BitsPerByte, Perplexity, sum_token_nll  # noqa: E402
 
 NLL = [3.5, 0.0, 120.25, 7.0]
 TOKENS = [2, 0, 40, 5]
@@ -118,3 +118,16 @@ def test_sum_token_nll_with_shapes_that_do_not_fit():
 def test_importing_the_package_loads_no_metrics():
     code = "import sys, hf_ttt; assert not {'evaluate', 'datasets', 'hf_ttt.metrics'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("convert", [list, np.array, torch.tensor], ids=["list", "numpy", "torch"])
+def test_accuracy_by_hand(convert):
+    metric = Accuracy(keep_in_memory=True)
+    metric.add_batch(predictions=convert([0, 2, 1]), references=convert([0, 1, 1]))
+    metric.add(predictions=3, references=3)
+    assert metric.compute() == {"accuracy": 0.75}
+
+
+def test_accuracy_of_nothing():
+    with pytest.raises(ValueError, match="references is empty"):
+        Accuracy(keep_in_memory=True).compute(predictions=[], references=[])

@@ -1,9 +1,9 @@
 # Copyright 2026 The hf-ttt authors. Licensed under the Apache License, Version 2.0.
-"""Metrics of a causal language model, as `evaluate.Metric` classes that work offline.
+"""Metrics of language models and classifiers, as `evaluate.Metric` classes that work offline.
 
-Both metrics add up negative log-likelihoods in nats, so they take a row per token, per sequence or per batch, whatever
-is at hand, and the result does not depend on how the text was cut into rows. `import hf_ttt` does not load this module:
-it needs the extra `train` (`pip install hf-ttt[train]`).
+Those of language models add up negative log-likelihoods in nats, so they take a row per token, per sequence or per
+batch, whatever is at hand, and the result does not depend on how the text was cut into rows. `import hf_ttt` does not
+load this module: it needs the extra `train` (`pip install hf-ttt[train]`).
 
     metric = Perplexity()
     for batch in batches:
@@ -107,3 +107,25 @@ class BitsPerByte(evaluate.Metric):
 
     def _compute(self, nll: Sequence[float], num_bytes: Sequence[int]) -> dict[str, float]:
         return {"bits_per_byte": math.fsum(nll) / (math.log(2) * _total("num_bytes", num_bytes))}
+
+
+class Accuracy(evaluate.Metric):
+    """Share of the examples that a classifier gives their class.
+
+    `add`, `add_batch` and `compute` take `predictions` and `references`, classes as integers. `compute` returns
+    `{"accuracy": float}` and raises a ValueError if there are no examples.
+    """
+
+    def _info(self) -> evaluate.MetricInfo:
+        return evaluate.MetricInfo(
+            description="Share of the predicted classes that are right.",
+            citation="",
+            inputs_description="predictions: predicted classes. references: true classes.",
+            features=datasets.Features({"predictions": datasets.Value("int64"), "references": datasets.Value("int64")}),
+        )
+
+    def _compute(self, predictions: Sequence[int], references: Sequence[int]) -> dict[str, float]:
+        if len(references) == 0:
+            raise ValueError("references is empty: the accuracy of no examples is not defined; give at least one")
+        right = sum(int(p == r) for p, r in zip(predictions, references, strict=True))
+        return {"accuracy": right / len(references)}
