@@ -164,10 +164,14 @@ class ImageTrainingArguments(TrainingArguments):
     weight_decay: float = field(default=0.05, metadata={"help": "Weight decay, except of biases and norms."})
     label_smoothing_factor: float = field(default=0.1, metadata={"help": "Share of a label given to all classes."})
     logging_steps: float = field(default=20, metadata={"help": "Steps between two values of the loss."})
+    eval_strategy: str = field(default="steps", metadata={"help": "When to evaluate in training: no, steps or epoch."})
+    eval_steps: float | None = field(default=0.1, metadata={"help": "Steps between two evaluations, or their share."})
 
     def __post_init__(self):
         if not torch.accelerator.is_available():
             self.use_cpu, self.dataloader_pin_memory = True, False
+        if not self.do_train:
+            self.eval_strategy = "no"  # transformers takes any other as --do_eval
         super().__post_init__()
 
 
@@ -472,6 +476,7 @@ def plot_history(history: list[dict[str, float]], path: str | Path) -> bool:
     top.set(ylabel="loss (nats)")
     bottom.set(ylabel="accuracy", xlabel="step")
     bottom.xaxis.get_major_locator().set_params(integer=True)
+    bottom.set_ylim(top=1)
     for axes in (top, bottom):
         axes.grid(alpha=0.3)
         if axes.has_data():
