@@ -316,6 +316,7 @@ class LaCTPreTrainedModel(TTTPreTrainedModel):
     _supports_attention_backend = True
     _is_stateful = True
     _can_record_outputs = {"hidden_states": LaCTDecoderLayer, "attentions": LaCTAttention}
+    _keep_in_fp32_modules_strict = ["w0", "w1", "w2"]
     _ttt_functions = TTT_FUNCTIONS
     _ttt_auto_map = AUTO_MAP
 

@@ -44,7 +44,6 @@ class TTTPreTrainedModel(PreTrainedModel):
 
     _ttt_functions: TTTInterface
     _ttt_auto_map: dict[str, str]
-    _keep_in_fp32_modules_strict = ["w0", "w1", "w2", "w3"]
 
     def __init__(self, config, ttt_implementation: str | None = None, ttt_backend: str | None = None):
         config.check_buildable()

@@ -56,8 +56,9 @@ def drop_path_rates(greatest: float, depth: int) -> list[float]:
 
 def pad_to_multiple(x: Tensor, multiple: int) -> Tensor:
     """Zeros on the right and at the bottom of a map [B, h, w, C], up to multiples."""
-    height, width = x.shape[1:3]
-    return F.pad(x, (0, 0, 0, -width % multiple, 0, -height % multiple))
+    # not -side % multiple, which torch.compile has no code for where sizes are dynamic
+    bottom, right = ((side + multiple - 1) // multiple * multiple - side for side in x.shape[1:3])
+    return F.pad(x, (0, 0, 0, right, 0, bottom))
 
 
 def conv(layer: nn.Module, x: Tensor) -> Tensor:
@@ -233,7 +234,7 @@ class HViTTTDownsample(nn.Module):
 
 
 class HViTTTStage(nn.Module):
-    """Blocks of one resolution; returns their map, and what the next stage takes."""
+    """Blocks of one resolution; `downsample` leads to the next stage."""
 
     def __init__(self, config: HViTTTConfig, index: int, rates: list[float]):
         super().__init__()
@@ -243,12 +244,12 @@ class HViTTTStage(nn.Module):
         last = index + 1 == len(config.depths)
         self.downsample = nn.Identity() if last else HViTTTDownsample(width, config.hidden_sizes[index + 1])
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor) -> Tensor:
         _, height, width, channels = x.shape
         rotary = rotary_tables(height, width, channels, self.theta, x)
         for block in self.blocks:
             x = block(x, rotary)
-        return x, self.downsample(x)
+        return x
 
 
 class ViTTTPreTrainedModel(TTTPreTrainedModel):
@@ -260,8 +261,10 @@ class ViTTTPreTrainedModel(TTTPreTrainedModel):
     main_input_name = "pixel_values"
     input_modalities = ("image",)
     supports_gradient_checkpointing = True
+    _input_embed_layer = "patch_embed"
     _no_split_modules = ["ViTTTBlock"]
     _keys_to_ignore_on_load_unexpected = [r"rope\.rotations$"]
+    _keep_in_fp32_modules_strict = ["w1", "w2", "w3"]
     _ttt_functions = VISION_FUNCTIONS
     _ttt_auto_map = AUTO_MAP
     patch_embed: nn.Module
@@ -301,31 +304,34 @@ class ViTTTPreTrainedModel(TTTPreTrainedModel):
     def _build_norm(self) -> None:
         self.norm = nn.LayerNorm(self.config.hidden_size, eps=self.config.layer_norm_eps)
 
-    def _maps(self, pixel_values: Tensor | None) -> list[Tensor]:
-        """The map [B, h, w, C] after the patch embedding and after each block."""
-        x = self.patch_embed(check_pixels(pixel_values, self.config.num_channels, self.config.patch_size))
-        maps = [x]
+    def _maps(self, pixel_values: Tensor | None) -> tuple[list[Tensor], list[Tensor]]:
+        """The maps [B, h, w, C] after the patch embedding and after each block, and their hidden states."""
+        pixels = check_pixels(pixel_values, self.config.num_channels, self.config.patch_size)
+        state, x = self._expose(self.patch_embed(pixels))
+        maps, states = [x], [state]
         for block in self.blocks:
-            x = block(x)
+            state, x = self._expose(block(x))
             maps.append(x)
-        return maps
+            states.append(state)
+        return maps, states
 
     def _normalised(self, x: Tensor) -> Tensor:
         """Tokens [B, N, C] of the last map after the final norm."""
         return self.norm(x).flatten(1, 2)
 
-    def _hidden_state(self, x: Tensor) -> Tensor:
-        """A map as `hidden_states` has it: tokens [B, N, C]."""
-        return x.flatten(1, 2)
+    def _expose(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """A map as `hidden_states` has it, tokens [B, N, C] here, and the map read from it, to give it gradients."""
+        tokens = x.flatten(1, 2)
+        return tokens, tokens.unflatten(1, x.shape[1:3])
 
     def _encode(self, pixel_values: Tensor | None, output_hidden_states: bool | None) -> BaseModelOutputWithPooling:
-        maps = self._maps(pixel_values)
+        maps, states = self._maps(pixel_values)
         tokens = self._normalised(maps[-1])
         wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         return BaseModelOutputWithPooling(
             last_hidden_state=tokens,
             pooler_output=tokens.mean(1),
-            hidden_states=tuple(self._hidden_state(x) for x in maps) if wanted else None,
+            hidden_states=tuple(states) if wanted else None,
         )
 
 
@@ -339,9 +345,6 @@ class ViTTTModel(ViTTTPreTrainedModel):
         self._build()
         self._build_norm()
         self.post_init()
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.patch_embed
 
     @can_return_tuple
     def forward(
@@ -368,15 +371,14 @@ class ViTTTModel(ViTTTPreTrainedModel):
 class ViTTTForImageClassification(ViTTTPreTrainedModel):
     """ViTTT with a linear classifier on the mean of its tokens."""
 
+    accepts_loss_kwargs = False  # `num_items_in_batch` changes the loss of classes only, not those of other labels
+
     def __init__(self, config: ViTTTConfig, **kwargs: Any):
         super().__init__(config, **kwargs)
         self._build()
         self._build_norm()
         self.head = nn.Linear(config.hidden_size, config.num_labels) if config.num_labels > 0 else nn.Identity()
         self.post_init()
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.patch_embed
 
     @can_return_tuple
     def forward(
@@ -391,6 +393,7 @@ class ViTTTForImageClassification(ViTTTPreTrainedModel):
         Args:
             pixel_values, output_hidden_states: as in `ViTTTModel`.
             labels: classes [B], or as `config.problem_type` has them; adds a loss.
+            kwargs: `num_items_in_batch` replaces the mean over classes [B] by their sum over it.
 
         Returns:
             `logits` [B, num_labels], and `loss` and `hidden_states` if asked for.
@@ -420,9 +423,6 @@ class ViTTTBackbone(BackboneMixin, ViTTTPreTrainedModel):
         self.num_features = self._features()
         self.post_init()
 
-    def get_input_embeddings(self) -> nn.Module:
-        return self.patch_embed
-
     def _features(self) -> list[int]:
         """Channels of each of `stage_names`."""
         return [self.config.hidden_size] * len(self.stage_names)
@@ -444,12 +444,12 @@ class ViTTTBackbone(BackboneMixin, ViTTTPreTrainedModel):
         Raises:
             ValueError: for another number of channels or an image smaller than a patch.
         """
-        maps = self._maps(pixel_values)
+        maps, states = self._maps(pixel_values)
         wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         chosen = [i for i, name in enumerate(self.stage_names) if name in self.out_features]
         return BackboneOutput(
             feature_maps=tuple(self._feature(maps[i], i).permute(0, 3, 1, 2) for i in chosen),
-            hidden_states=tuple(self._hidden_state(x) for x in maps) if wanted else None,
+            hidden_states=tuple(states) if wanted else None,
         )
 
 
@@ -474,20 +474,24 @@ class HViTTTPreTrainedModel(ViTTTPreTrainedModel):
     def _build_norm(self) -> None:
         self.norm = nn.BatchNorm1d(self.config.hidden_size)
 
-    def _maps(self, pixel_values: Tensor | None) -> list[Tensor]:
-        """The map [B, h, w, C] after the stem and after each stage, before it is downsampled."""
-        x = self.patch_embed(check_pixels(pixel_values, self.config.num_channels, STEM_STRIDE))
-        maps = [x]
+    def _maps(self, pixel_values: Tensor | None) -> tuple[list[Tensor], list[Tensor]]:
+        """The maps [B, h, w, C] after the stem and after each stage, before the next one's downsampling, and their
+        hidden states."""
+        state, x = self._expose(self.patch_embed(check_pixels(pixel_values, self.config.num_channels, STEM_STRIDE)))
+        maps, states = [x], [state]
         for stage in self.layers:
-            features, x = stage(x)
+            state, features = self._expose(stage(x))
             maps.append(features)
-        return maps
+            states.append(state)
+            x = stage.get_submodule("downsample")(features)
+        return maps, states
 
     def _normalised(self, x: Tensor) -> Tensor:
-        return self.norm(x.flatten(1, 2).mT).mT
+        return self.norm(x.flatten(0, 2)).unflatten(0, x.shape[:3]).flatten(1, 2)
 
-    def _hidden_state(self, x: Tensor) -> Tensor:
-        return x.permute(0, 3, 1, 2)
+    def _expose(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        features = x.permute(0, 3, 1, 2)
+        return features, features.permute(0, 2, 3, 1)
 
 
 class HViTTTModel(HViTTTPreTrainedModel, ViTTTModel):
