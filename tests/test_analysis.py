@@ -35,9 +35,10 @@ def test_the_map_rebuilds_the_output(name, layer):
         assert weights.shape == (height, width, height, width) and weights.dtype == torch.float64
         rule = model.config.rule
         after = torch.cat(glu_step(k, v, w1, w2, rule), -1)
-        delta = k.mT @ glu_values(k, v, w1, w2, rule) * SCALE / (height * width)
+        u = torch.cat(glu_values(k, v, w1, w2, rule), -1)
+        delta = k.mT @ u * SCALE / (height * width)
         factor = 1 / (1 + delta.norm(dim=-2, keepdim=True))
-        values = glu_values(k, v, w1, w2, rule) * factor * SCALE / (height * width)
+        values = u * factor * SCALE / (height * width)
         rebuilt = q @ torch.cat([w1, w2], -1) + weights.flatten(2).flatten(0, 1) @ values
         torch.testing.assert_close(rebuilt, q @ after)
         out, gate = rebuilt.chunk(2, -1)

@@ -23,6 +23,7 @@ float32, without which float16 loses small updates.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -129,8 +130,8 @@ def _full_precision(x: Tensor):
     return contextlib.nullcontext()
 
 
-def glu_values(k: Tensor, v: Tensor, w1: Tensor, w2: Tensor, rule: VisionRule) -> Tensor:
-    """U, the values of the gated branch's linear attention before they are scaled.
+def glu_values(k: Tensor, v: Tensor, w1: Tensor, w2: Tensor, rule: VisionRule) -> tuple[Tensor, ...]:
+    """U1 and U2, the values of the gated branch's linear attentions before they are scaled.
 
     Args:
         k, v: [B, H, N, D].
@@ -138,26 +139,30 @@ def glu_values(k: Tensor, v: Tensor, w1: Tensor, w2: Tensor, rule: VisionRule) -
         rule: the inner step.
 
     Returns:
-        [B, H, N, 2 D], those of w1 and w2 side by side; [B, H, N, D] where only w1 is updated.
+        [B, H, N, D] for w1 and, where it is updated, for w2.
     """
     if rule.fast_weight == "linear_plain":
-        return v
+        return (v,)
     w1, w2 = w1.to(k.dtype), w2.to(k.dtype)
     if rule.fast_weight == "linear":
-        return v * (k @ w1)
+        return (v * (k @ w1),)
+    z2 = k @ w2
     if not rule.updates_gate:
-        gate = F.silu(k @ w2)
-        return (v if rule.loss == "dot_product" else v - gate) * gate
-    z1, z2 = (k @ torch.cat([w1, w2], -1)).chunk(2, -1)
+        gate = F.silu(z2)
+        return ((v if rule.loss == "dot_product" else v - gate) * gate,)
     s = torch.sigmoid(z2)
     gate = z2 * s
     error = v if rule.loss == "dot_product" else v - gate
-    return torch.cat([error * gate, error * z1 * torch.addcmul(gate, s, 1 - gate)], -1)  # silu' = a + s (1 − a)
+    return error * gate, error * (k @ w1) * torch.addcmul(gate, s, 1 - gate)  # silu' = a + s (1 − a)
 
 
-def _column_factor(norm: Tensor, rule: VisionRule) -> Tensor | int:
-    """± c = ±1 / (1 + ‖Δ‖), or ±1."""
-    return rule.sign / (1 + norm) if rule.normalise else rule.sign
+def _step(k: Tensor, u: Tensor, rule: VisionRule, lr: float = 1.0) -> Tensor:
+    """± c ⊙ (s/N) Kᵀ U [B, H, D, D], in float32 (float64 for float64)."""
+    wide = _wide(k)
+    with _full_precision(k):  # transposed, so that the norm of a column is that of a contiguous row
+        delta = (u.mT.to(wide) @ k.to(wide)) * (rule.sign * SCALE / k.shape[-2])
+    norm = torch.linalg.vector_norm(delta, dim=-1, keepdim=True) if rule.normalise else 0
+    return (delta * (lr / (1 + norm))).mT
 
 
 def glu_step(k: Tensor, v: Tensor, w1: Tensor, w2: Tensor, rule: VisionRule, lr: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -169,17 +174,12 @@ def glu_step(k: Tensor, v: Tensor, w1: Tensor, w2: Tensor, rule: VisionRule, lr:
         rule: the inner step.
         lr: inner learning rate, 1.0 in all published models.
     """
-    wide, (tokens, width) = _wide(k), k.shape[-2:]
     shape = (k.shape[0], *w1.shape[1:])
-    w1, w2 = (w.to(wide).expand(shape) for w in (w1, w2))
+    w1, w2 = (w.to(_wide(k)).expand(shape) for w in (w1, w2))
     for _ in range(rule.inner_steps):
-        u = glu_values(k, v, w1, w2, rule)
-        with _full_precision(k):
-            delta = (k.mT.to(wide) @ u.to(wide)) * (SCALE / tokens)
-        delta = delta * (lr * _column_factor(torch.linalg.vector_norm(delta, dim=-2, keepdim=True), rule))
-        w1 = w1 + delta[..., :width]
-        if rule.updates_gate:
-            w2 = w2 + delta[..., width:]
+        steps = [_step(k, u, rule, lr) for u in glu_values(k, v, w1, w2, rule)]
+        w1 = w1 + steps[0]
+        w2 = w2 + steps[1] if rule.updates_gate else w2
     return w1, w2
 
 
@@ -187,8 +187,7 @@ def glu_read(q: Tensor, w1: Tensor, w2: Tensor, rule: VisionRule) -> Tensor:
     """The gated branch at q [B, H, N, D] → [B, H, N, D]; w1, w2 [B, H, D, D]."""
     if rule.fast_weight != "swiglu":
         return q @ w1.to(q.dtype)
-    z1, z2 = (q @ torch.cat([w1, w2], -1).to(q.dtype)).chunk(2, -1)
-    return z1 * F.silu(z2)
+    return (q @ w1.to(q.dtype)) * F.silu(q @ w2.to(q.dtype))
 
 
 def _taps(x: Tensor) -> list[Tensor]:
@@ -242,29 +241,31 @@ def vision_recurrent(tokens: VisionTokens, w1: Tensor, w2: Tensor, w3: Tensor, *
     return glu_read(q, *glu_step(k, v, w1, w2, rule), rule), conv_read(q_map, conv_step(k_map, v_map, w3, rule))
 
 
-def _linear_attention(q: Tensor, k: Tensor, u: Tensor, state: Tensor, normalise: bool, sign: int) -> Tensor:
-    """q (S0 + Σ_n k_nᵀ v̂_n) with v̂ = ± c (s/N) u, in whichever order costs less.
+def _linear_attention(
+    q: Tensor, k: Tensor, values: Sequence[Tensor], states: Sequence[Tensor], rule: VisionRule
+) -> list[Tensor]:
+    """q (S0 + Σ_n k_nᵀ v̂_n) with v̂ = ± c (s/N) u for several u, in whichever order costs less.
 
     Args:
         q, k: [..., N, D].
-        u: [..., N, M].
-        state: S0 [..., D, M].
+        values: u, each [..., N, M].
+        states: S0, each [..., D, M].
+        rule: whether there is a c, and the sign.
     """
     wide, (tokens, width) = _wide(k), k.shape[-2:]
-    scale = SCALE / tokens
+    if tokens >= width:
+        return [q @ (state.to(wide) + _step(k, u, rule)).to(q.dtype) for u, state in zip(values, states, strict=True)]
+    scale, out = SCALE / tokens, []
     with _full_precision(k):
-        if tokens >= width:
-            delta = (k.mT.to(wide) @ u.to(wide)) * scale
-            norm = torch.linalg.vector_norm(delta, dim=-2, keepdim=True)
-            delta = delta * (sign / (1 + norm) if normalise else sign)
-        else:
-            k, u = k.to(wide), u.to(wide)
-            weights = torch.cat([q.to(wide), k], -2) @ k.mT  # ⟨q, k⟩ above ⟨k, k⟩
-            rows = weights @ u * scale
-            squares = (rows[..., tokens:, :] * u).sum(-2, keepdim=True) * scale  # ‖Δ‖² = Σ_nm ⟨k_n, k_m⟩ u_n u_m
-            factor = sign / (1 + _safe_sqrt(squares)) if normalise else sign
-            return (q.to(wide) @ state.to(wide) + rows[..., :tokens, :] * factor).to(q.dtype)
-    return q @ (state.to(wide) + delta).to(q.dtype)
+        q_wide, k = q.to(wide), k.to(wide)
+        weights = torch.cat([q_wide, k], -2) @ k.mT  # ⟨q, k⟩ above ⟨k, k⟩
+        for u, state in zip(values, states, strict=True):
+            u = u.to(wide)
+            sums = weights @ u * scale
+            squares = (sums[..., tokens:, :] * u).sum(-2, keepdim=True) * scale  # ‖Δ‖² = Σ_nm ⟨k_n, k_m⟩ u_n u_m
+            factor = rule.sign / (1 + _safe_sqrt(squares)) if rule.normalise else rule.sign
+            out.append((q_wide @ state.to(wide) + sums[..., :tokens, :] * factor).to(q.dtype))
+    return out
 
 
 def _safe_sqrt(x: Tensor) -> Tensor:
@@ -282,13 +283,9 @@ def vision_parallel(tokens: VisionTokens, w1: Tensor, w2: Tensor, w3: Tensor, *,
     if not rule.parallelizable:
         raise ValueError(f"the parallel evaluation is not exact for this rule: {rule.why_not_parallel}")
     q, k, v, q_map, k_map, v_map = tokens
-    u = glu_values(k, v, w1, w2, rule)
-    out = _linear_attention(q, k, u, torch.cat([w1, w2], -1) if rule.updates_gate else w1, rule.normalise, rule.sign)
-    if rule.updates_gate:
-        out, gate = out.chunk(2, -1)
-        out = out * F.silu(gate)
-    elif rule.fast_weight == "swiglu":
-        out = out * F.silu(q @ w2.to(q.dtype))
+    out, *gates = _linear_attention(q, k, glu_values(k, v, w1, w2, rule), (w1, w2)[: 1 + rule.updates_gate], rule)
+    if rule.fast_weight == "swiglu":
+        out = out * F.silu(gates[0] if gates else q @ w2.to(q.dtype))
     return out, _conv_attention(q_map, k_map, v_map, w3, rule)
 
 
@@ -298,7 +295,7 @@ def _conv_attention(q: Tensor, k: Tensor, v: Tensor, w: Tensor, rule: VisionRule
         return conv_read(q, conv_step(k, v, w, rule))
     q_hat, k_hat = (torch.stack(_taps(x), -1).flatten(1, 2).transpose(1, 2) for x in (q, k))
     values = v.flatten(1, 2).mT[..., None]
-    out = _linear_attention(q_hat, k_hat, values, w.flatten(1)[..., None], True, 1)
+    (out,) = _linear_attention(q_hat, k_hat, (values,), (w.flatten(1)[..., None],), VisionRule())
     return out[..., 0].mT.unflatten(1, q.shape[1:3])
 
 
