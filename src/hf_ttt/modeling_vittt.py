@@ -9,7 +9,7 @@ Hidden states are maps with the channels last, [B, h, w, C]; nothing takes an im
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -124,7 +124,8 @@ class ViTTTAttention(nn.Module):
             q, k = rotate(q, *rotary), rotate(k, *rotary)
         if self.config.ttt_read_with == "key":
             q, q_map = k, k_map
-        q, k, v = (x.unflatten(-1, (self.heads, head)).flatten(1, 2).transpose(1, 2) for x in (q, k, v))
+        q, k, v = (x.unflatten(-1, (self.heads, head)).flatten(1, 2) for x in (q, k, v))
+        q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))  # once: products would copy them each time
         return VisionTokens(q, k, v, q_map, k_map, v_map)
 
     def forward(self, hidden_states: Tensor, rotary: tuple[Tensor, Tensor] | None = None) -> Tensor:
@@ -304,16 +305,14 @@ class ViTTTPreTrainedModel(TTTPreTrainedModel):
     def _build_norm(self) -> None:
         self.norm = nn.LayerNorm(self.config.hidden_size, eps=self.config.layer_norm_eps)
 
-    def _maps(self, pixel_values: Tensor | None) -> tuple[list[Tensor], list[Tensor]]:
-        """The maps [B, h, w, C] after the patch embedding and after each block, and their hidden states."""
-        pixels = check_pixels(pixel_values, self.config.num_channels, self.config.patch_size)
-        state, x = self._expose(self.patch_embed(pixels))
-        maps, states = [x], [state]
-        for block in self.blocks:
-            state, x = self._expose(block(x))
-            maps.append(x)
-            states.append(state)
-        return maps, states
+    @property
+    def _least_side(self) -> int:
+        """The smallest image side that the model takes."""
+        return self.config.patch_size
+
+    def _stage(self, index: int, x: Tensor) -> Tensor:
+        """The map [B, h, w, C] of stage `index` of `config.stage_names`, from that of the one before or the image."""
+        return self.blocks[index - 1](x) if index else self.patch_embed(x)
 
     def _normalised(self, x: Tensor) -> Tensor:
         """Tokens [B, N, C] of the last map after the final norm."""
@@ -324,15 +323,25 @@ class ViTTTPreTrainedModel(TTTPreTrainedModel):
         tokens = x.flatten(1, 2)
         return tokens, tokens.unflatten(1, x.shape[1:3])
 
-    def _encode(self, pixel_values: Tensor | None, output_hidden_states: bool | None) -> BaseModelOutputWithPooling:
-        maps, states = self._maps(pixel_values)
-        tokens = self._normalised(maps[-1])
+    def _run(
+        self, pixel_values: Tensor | None, output_hidden_states: bool | None, chosen: Sequence[int] = ()
+    ) -> tuple[Tensor, list[Tensor], tuple[Tensor, ...] | None]:
+        """The last map [B, h, w, C], those of chosen stages, and the hidden states if they are wanted."""
         wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        return BaseModelOutputWithPooling(
-            last_hidden_state=tokens,
-            pooler_output=tokens.mean(1),
-            hidden_states=tuple(states) if wanted else None,
-        )
+        x = check_pixels(pixel_values, self.config.num_channels, self._least_side)
+        maps, states = [], []
+        for index in range(len(self.config.stage_names)):
+            state, x = self._expose(self._stage(index, x))
+            if index in chosen:
+                maps.append(x)
+            if wanted:
+                states.append(state)
+        return x, maps, tuple(states) if wanted else None
+
+    def _encode(self, pixel_values: Tensor | None, output_hidden_states: bool | None) -> BaseModelOutputWithPooling:
+        x, _, states = self._run(pixel_values, output_hidden_states)
+        tokens = self._normalised(x)
+        return BaseModelOutputWithPooling(last_hidden_state=tokens, pooler_output=tokens.mean(1), hidden_states=states)
 
 
 class ViTTTModel(ViTTTPreTrainedModel):
@@ -444,13 +453,10 @@ class ViTTTBackbone(BackboneMixin, ViTTTPreTrainedModel):
         Raises:
             ValueError: for another number of channels or an image smaller than a patch.
         """
-        maps, states = self._maps(pixel_values)
-        wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         chosen = [i for i, name in enumerate(self.stage_names) if name in self.out_features]
-        return BackboneOutput(
-            feature_maps=tuple(self._feature(maps[i], i).permute(0, 3, 1, 2) for i in chosen),
-            hidden_states=tuple(states) if wanted else None,
-        )
+        _, maps, states = self._run(pixel_values, output_hidden_states, chosen)
+        maps = [self._feature(x, i).permute(0, 3, 1, 2) for i, x in zip(chosen, maps, strict=True)]
+        return BackboneOutput(feature_maps=tuple(maps), hidden_states=states)
 
 
 class HViTTTPreTrainedModel(ViTTTPreTrainedModel):
@@ -474,17 +480,16 @@ class HViTTTPreTrainedModel(ViTTTPreTrainedModel):
     def _build_norm(self) -> None:
         self.norm = nn.BatchNorm1d(self.config.hidden_size)
 
-    def _maps(self, pixel_values: Tensor | None) -> tuple[list[Tensor], list[Tensor]]:
-        """The maps [B, h, w, C] after the stem and after each stage, before the next one's downsampling, and their
-        hidden states."""
-        state, x = self._expose(self.patch_embed(check_pixels(pixel_values, self.config.num_channels, STEM_STRIDE)))
-        maps, states = [x], [state]
-        for stage in self.layers:
-            state, features = self._expose(stage(x))
-            maps.append(features)
-            states.append(state)
-            x = stage.get_submodule("downsample")(features)
-        return maps, states
+    @property
+    def _least_side(self) -> int:
+        return STEM_STRIDE
+
+    def _stage(self, index: int, x: Tensor) -> Tensor:
+        """Stages keep their resolution: a map leads to the next one through the former's `downsample`."""
+        if index == 0:
+            return self.patch_embed(x)
+        x = x if index == 1 else self.layers[index - 2].get_submodule("downsample")(x)
+        return self.layers[index - 1](x)
 
     def _normalised(self, x: Tensor) -> Tensor:
         return self.norm(x.flatten(0, 2)).unflatten(0, x.shape[:3]).flatten(1, 2)
