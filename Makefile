@@ -1,6 +1,6 @@
 # The commands that a contributor needs. Each one works in a fresh clone: it makes .venv and installs what it lacks.
 #
-#   make test      linters, type checker, all tests; then the tests of generation on the oldest transformers supported
+#   make test      linters, type checker, all tests; then those of transformers' interfaces on the oldest version supported
 #   make demo      train, save, reload and sample a small language model
 #   make lint      ruff and mypy           make format    let ruff rewrite
 #   make bench     all benchmarks          make clean     remove what make made
@@ -12,7 +12,8 @@ PYTEST_ARGS ?=
 NEWEST := $(shell sed -n 's/^transformers==//p' constraints.txt)
 OLDEST := 5.18.0
 OLDEST_TESTS := tests/test_generation_lact.py tests/test_cache_ttt.py tests/test_remote_code.py \
-                tests/test_packing_lact.py tests/test_modeling_lact.py tests/test_modeling_lact_loading.py
+                tests/test_packing_lact.py tests/test_modeling_lact.py tests/test_modeling_lact_loading.py tests/test_vittt_golden.py \
+                tests/test_image_processing_vittt.py tests/test_remote_code_vittt.py
 BENCHMARKS := $(wildcard benchmarks/bench_*.py)
 
 VENV := .venv/bin/python
