@@ -8,7 +8,7 @@ negative one in blue, relative to the greatest.
     python examples/explain_vittt_image.py --model vittt-output --image photo.jpg
     python examples/explain_vittt_image.py
 
-Without `--model` a small ViTTT first learns, for half a minute and on crops of 64 × 64, to tell the parts of
+Without `--model` a small ViTTT first learns, for a minute or two and on crops of 64 × 64, to tell the parts of
 scikit-learn's two photographs apart; the map is then drawn for the whole photograph at another size, which needs no
 change of the model. Without `--image` it is one of those two.
 """
