@@ -32,7 +32,27 @@ _HIERARCHICAL_SIZES = {
 
 
 class _VisionConfig(BackboneConfigMixin, PreTrainedConfig):
-    """What both configurations share; a subclass has the fields and `_sizes`."""
+    """What both configurations share: most fields, those of the inner loop among them. A subclass has `_sizes`."""
+
+    image_size: int | list[int] | tuple[int, int] = 224
+    num_channels: int = 3
+    mlp_ratio: int | float = 4
+    hidden_act: str = "gelu"
+    qkv_bias: bool = True
+    drop_path_rate: int | float = 0.0
+    initializer_range: float = 0.02
+    _out_features: list[str] | None = None
+    _out_indices: list[int] | None = None
+
+    ttt_loss_type: str = "dot_product"
+    ttt_update: str | None = None
+    ttt_fast_weight: str | None = None
+    ttt_direction: str | None = None
+    ttt_read_with: str | None = None
+    use_muon: bool | None = None
+    ttt_inner_steps: int = 1
+    ttt_implementation: str | None = None
+    ttt_backend: str = "auto"
 
     def _resolve(self, kwargs: dict[str, Any], stages: int) -> None:
         """Check the fields of the inner loop, and set what a backbone returns."""
@@ -148,31 +168,12 @@ class ViTTTConfig(_VisionConfig):
     model_type = "vittt"
     _sizes = _SIZES
 
-    image_size: int | list[int] | tuple[int, int] = 224
     patch_size: int = 16
-    num_channels: int = 3
     hidden_size: int = 384
     num_hidden_layers: int = 12
     num_attention_heads: int = 6
-    mlp_ratio: int | float = 4
-    hidden_act: str = "gelu"
-    qkv_bias: bool = True
-    drop_path_rate: int | float = 0.0
     layer_norm_eps: float = 1e-6
-    initializer_range: float = 0.02
     apply_layernorm: bool = True
-    _out_features: list[str] | None = None
-    _out_indices: list[int] | None = None
-
-    ttt_loss_type: str = "dot_product"
-    ttt_update: str | None = None
-    ttt_fast_weight: str | None = None
-    ttt_direction: str | None = None
-    ttt_read_with: str | None = None
-    use_muon: bool | None = None
-    ttt_inner_steps: int = 1
-    ttt_implementation: str | None = None
-    ttt_backend: str = "auto"
 
     def __post_init__(self, **kwargs):
         self._resolve(kwargs, self.num_hidden_layers)
@@ -216,30 +217,11 @@ class HViTTTConfig(_VisionConfig):
     model_type = "h_vittt"
     _sizes = _HIERARCHICAL_SIZES
 
-    image_size: int | list[int] | tuple[int, int] = 224
-    num_channels: int = 3
     hidden_sizes: list[int] | tuple[int, ...] = (64, 128, 320, 512)
     depths: list[int] | tuple[int, ...] = (1, 3, 9, 4)
     num_attention_heads: list[int] | tuple[int, ...] | None = None
-    mlp_ratio: int | float = 4
-    hidden_act: str = "gelu"
-    qkv_bias: bool = True
-    drop_path_rate: int | float = 0.0
     layer_norm_eps: float = 1e-5
-    initializer_range: float = 0.02
     rope_theta: int | float = 10000.0
-    _out_features: list[str] | None = None
-    _out_indices: list[int] | None = None
-
-    ttt_loss_type: str = "dot_product"
-    ttt_update: str | None = None
-    ttt_fast_weight: str | None = None
-    ttt_direction: str | None = None
-    ttt_read_with: str | None = None
-    use_muon: bool | None = None
-    ttt_inner_steps: int = 1
-    ttt_implementation: str | None = None
-    ttt_backend: str = "auto"
 
     def __post_init__(self, **kwargs):
         self.hidden_sizes, self.depths = list(self.hidden_sizes), list(self.depths)

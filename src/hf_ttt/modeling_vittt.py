@@ -129,9 +129,9 @@ class ViTTTAttention(nn.Module):
         return VisionTokens(q, k, v, q_map, k_map, v_map)
 
     def forward(self, hidden_states: Tensor, rotary: tuple[Tensor, Tensor] | None = None) -> Tensor:
-        config = self.config
-        attend: Callable = VISION_FUNCTIONS.get(config.rule, config.ttt_implementation, config.ttt_backend)
-        gated, depthwise = attend(self.tokens(hidden_states, rotary), self.w1, self.w2, self.w3, rule=config.rule)
+        config, rule = self.config, self.config.rule
+        attend: Callable = VISION_FUNCTIONS.get(rule, config.ttt_implementation, config.ttt_backend)
+        gated, depthwise = attend(self.tokens(hidden_states, rotary), self.w1, self.w2, self.w3, rule=rule)
         gated = gated.transpose(1, 2).flatten(2).unflatten(1, hidden_states.shape[1:3])
         out = self.proj(torch.cat([gated, depthwise], -1))
         return out if config.ttt_fast_weight == "swiglu" else keep_unused(out, self.w2)
