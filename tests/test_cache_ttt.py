@@ -95,6 +95,14 @@ def test_length_counts_tokens_and_not_layers(window):
         assert [cache.get_seq_length(layer) for layer in (0, 1)] == [total, total]
 
 
+def test_a_long_prompt_is_not_kept(model):
+    """The window's keys were a slice of the whole prompt's, which stayed in memory until the next token."""
+    short, long = (fill(model, token_ids(2, length)).layers[0] for length in (WINDOW, 9 * WINDOW))
+    for name in ("keys", "values"):
+        sizes = [getattr(layer, name).untyped_storage().nbytes() for layer in (short, long)]
+        assert sizes[1] <= sizes[0]
+
+
 def test_a_state_is_there_after_the_first_token(model):
     """transformers' own recurrent states are None until a convolution state is written too."""
     cache = fill(model, token_ids(2, 1))

@@ -69,6 +69,8 @@ class TTTSlidingWindowLayer(TTTLayer, DynamicSlidingWindowLayer):
         states = super().update(key_states, value_states, *args, **kwargs)
         if self.sliding_window == 1:  # the base class keeps the last 1 - 1 = 0 tokens by a slice that keeps all
             self.keys, self.values = self.keys[:, :, :0], self.values[:, :, :0]
+        if key_states.shape[-2] > 1:  # a slice would keep the whole prompt in memory
+            self.keys, self.values = self.keys.clone(), self.values.clone()
         return states
 
 
