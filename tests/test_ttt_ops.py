@@ -73,8 +73,12 @@ def test_importing_the_ops_needs_no_triton():
 # ---- primitives ----
 
 
-@pytest.mark.parametrize("rule", some_rules(), ids=name)
-def test_update_and_read_equal_the_definition(rule):
+@pytest.mark.parametrize(
+    ("implementation", "rule"),
+    [("recurrent", rule) for rule in some_rules()] + [("parallel", rule) for rule in parallelizable(some_rules())],
+    ids=lambda value: value if isinstance(value, str) else name(value),
+)
+def test_update_and_read_equal_the_definition(implementation, rule):
     """One update with all tokens as the chunk, then reads; forward and backward."""
     x = make_inputs(rule, length=7, rates="channel", per_row=rule.inner_steps == 2)
     queries = make_inputs(rule, length=5, seed=1)["q"]
@@ -88,7 +92,8 @@ def test_update_and_read_equal_the_definition(rule):
 
     def by_primitives(x):
         state = ttt_init(x["w0"], x["w1"], x["w2"], rule, 2)
-        state = ttt_update(state, *(x[key] for key in PER_TOKEN if key != "q"), rule=rule)
+        tokens = [x[key] for key in PER_TOKEN if key != "q"]
+        state = ttt_update(state, *tokens, rule=rule, implementation=implementation)
         return ttt_read(state, x["q"][:, :5] * queries.detach(), rule=rule)
 
     want, got = by_definition(x), by_primitives(x)

@@ -34,6 +34,7 @@ from transformers.utils.output_capturing import capture_outputs
 from .cache_ttt import TTTCache
 from .configuration_lact import LaCTConfig
 from .modeling_ttt import TTTPreTrainedModel, accumulation_dtype, keep_unused
+from .ttt_interface import CallSize
 from .ttt_layout import (
     TTTLayout,
     document_boundaries,
@@ -210,7 +211,9 @@ class LaCTAttention(nn.Module):
         config, rule = self.config, self.config.rule
         heads, dtype = config.num_lact_heads, v.dtype
         wide = accumulation_dtype(v)
-        q, k = (self._fast_input(x, i, position_embeddings, wide).to(dtype) for i, x in enumerate((q, k)))
+        size = CallSize(v.device, max(config.fast_head_dim, config.fast_hidden_dim), v[..., 0].numel() * heads, wide)
+        backend = TTT_FUNCTIONS.resolve(rule, config.ttt_implementation, config.ttt_backend, size)[1]
+        q, k = (self._fast_input(x, i, position_embeddings, wide, backend).to(dtype) for i, x in enumerate((q, k)))
         v = split_heads(F.silu(v) if config.qkv_silu and not config.no_v_silu else v, heads)
 
         # bias such that a linear output of zero gives BASE_RATE: softplus⁻¹(y) = y + log(1 − e^−y)
@@ -254,14 +257,22 @@ class LaCTAttention(nn.Module):
             out = keep_unused(out, self.lr_proj.weight, self.lr_proj.bias)
         return out.flatten(2).to(dtype)
 
-    def _fast_input(self, x: Tensor, column: int, position_embeddings, dtype: torch.dtype) -> Tensor:
+    def _fast_input(
+        self, x: Tensor, column: int, position_embeddings, dtype: torch.dtype, backend: str = "torch"
+    ) -> Tensor:
         """Queries (column 0) or keys (1) of the TTT branch [B, T, H, width]: scale, silu, l2 norm, rotation.
 
         The rotation takes the channels as attention heads, as published."""
         config, heads = self.config, self.config.num_lact_heads
-        x = x.to(dtype) * self.qk_scale[:, column].to(dtype) + self.qk_offset[:, column].to(dtype)
-        x = split_heads(F.silu(x) if config.qkv_silu else x, heads)
-        x = x / (torch.linalg.vector_norm(x, dim=-1, keepdim=True) + INNER_NORM_EPS)
+        scale, offset = self.qk_scale[:, column], self.qk_offset[:, column]
+        if backend == "triton":
+            from .ttt_triton_norm import head_norm
+
+            x = head_norm(x, scale, offset, heads=heads, eps=INNER_NORM_EPS, silu=config.qkv_silu, dtype=dtype)
+        else:
+            x = x.to(dtype) * scale.to(dtype) + offset.to(dtype)
+            x = split_heads(F.silu(x) if config.qkv_silu else x, heads)
+            x = x / (torch.linalg.vector_norm(x, dim=-1, keepdim=True) + INNER_NORM_EPS)
         if not config.ttt_nope:
             cos, sin = position_embeddings
             x = rotate(split_heads(x.flatten(2), config.num_attn_heads), cos.to(dtype), sin.to(dtype))

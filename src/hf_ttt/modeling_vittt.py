@@ -28,6 +28,7 @@ from transformers.utils import can_return_tuple
 
 from .configuration_vittt import HViTTTConfig, ViTTTConfig
 from .modeling_ttt import TTTPreTrainedModel, accumulation_dtype, keep_unused
+from .ttt_interface import CallSize
 from .ttt_vision import VISION_FUNCTIONS, VisionTokens
 
 STEM_STRIDE = 4  # of H-ViTTT
@@ -130,8 +131,12 @@ class ViTTTAttention(nn.Module):
 
     def forward(self, hidden_states: Tensor, rotary: tuple[Tensor, Tensor] | None = None) -> Tensor:
         config, rule = self.config, self.config.rule
-        attend: Callable = VISION_FUNCTIONS.get(rule, config.ttt_implementation, config.ttt_backend)
-        gated, depthwise = attend(self.tokens(hidden_states, rotary), self.w1, self.w2, self.w3, rule=rule)
+        tokens = self.tokens(hidden_states, rotary)
+        batch, heads, length, width = tokens.k.shape
+        dtype = torch.promote_types(tokens.k.dtype, self.w1.dtype)
+        size = CallSize(tokens.k.device, width, batch * heads * length, dtype)
+        attend: Callable = VISION_FUNCTIONS.get(rule, config.ttt_implementation, config.ttt_backend, size)
+        gated, depthwise = attend(tokens, self.w1, self.w2, self.w3, rule=rule)
         gated = gated.transpose(1, 2).flatten(2).unflatten(1, hidden_states.shape[1:3])
         out = self.proj(torch.cat([gated, depthwise], -1))
         return out if config.ttt_fast_weight == "swiglu" else keep_unused(out, self.w2)

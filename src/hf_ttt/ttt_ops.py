@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -18,7 +18,7 @@ from .ttt_checks import (
     check_weights,
     has_values,
 )
-from .ttt_interface import TTTInterface
+from .ttt_interface import CallSize, TTTInterface
 from .ttt_layout import TTTLayout, make_layout
 from .ttt_parallel import ttt_parallel
 from .ttt_recurrent import FastWeights, ttt_recurrent
@@ -28,9 +28,23 @@ from .ttt_state import TTTState, ttt_init
 PENDING = ("k", "v", "lr0", "lr1", "lr2", "momentum")
 
 
+def _recurrent_triton() -> Callable:
+    from .ttt_triton_recurrent import ttt_recurrent_triton
+
+    return ttt_recurrent_triton
+
+
+def _parallel_triton() -> Callable:
+    from .ttt_triton_parallel import ttt_parallel_triton
+
+    return ttt_parallel_triton
+
+
 TTT_FUNCTIONS = TTTInterface()
 TTT_FUNCTIONS.register("recurrent", "torch", ttt_recurrent)
 TTT_FUNCTIONS.register("parallel", "torch", ttt_parallel)
+TTT_FUNCTIONS.register_lazy("recurrent", "triton", _recurrent_triton)
+TTT_FUNCTIONS.register_lazy("parallel", "triton", _parallel_triton)
 
 
 def ttt_attention(
@@ -70,7 +84,7 @@ def ttt_attention(
         rule: the inner loop.
         chunk_size: C, tokens per update.
         implementation: "recurrent", "parallel" (exact where `rule.parallelizable`), or "auto".
-        backend: "torch", "triton", or "auto".
+        backend: "torch", "triton" (kernels, for a GPU and tensors up to float32), or "auto".
         attention_mask: [B, T], 1 at real tokens and 0 at padding on the left or right. Chunks count from a row's first
             real token; output and gradients at padding are zero.
         cu_seqlens: boundaries of packed documents [n + 1], for B = 1; each document is evaluated as if alone.
@@ -83,8 +97,9 @@ def ttt_attention(
         derivative.
 
     Raises:
-        ValueError: for shapes that do not fit, "parallel" where it is not exact and, for tensors on the CPU outside of
-            tracing, rates that are negative or NaN, momentum outside [0, 1], a mask that is not a padding mask.
+        ValueError: for shapes that do not fit, "parallel" where it is not exact, "triton" with float64 and, for tensors
+            on the CPU outside of tracing, rates that are negative or NaN, momentum outside [0, 1], a mask that is not a
+            padding mask.
         ImportError: for a backend that is not available.
     """
     check_tokens(q, k, v, lr0, lr1, lr2, momentum)
@@ -136,12 +151,15 @@ def evaluate(
 ) -> tuple[Tensor, TTTState | None]:
     """`ttt_attention` without its checks, for a layout that several layers share.
 
+    Tokens that reach no further than their chunk, as in decoding, are read and kept by torch whatever the backend: of
+    a few tokens and one state there is nothing that a kernel could compute together.
+
     Args:
         state: the state before the first token, one row per row of the layout.
         layout: of this call; says whether a state is returned.
         in_place: whether `state` may be changed and returned, as a cache that owns it wants; without gradients only.
     """
-    function = TTT_FUNCTIONS.get(rule, implementation, backend)
+    function = TTT_FUNCTIONS.get(rule, implementation, backend, _call_size(k, state.w1))
     device = _autocast_device(k)
     if torch.is_autocast_enabled(device) and k.dtype != torch.float64:
         q, k, v = (x.to(torch.get_autocast_dtype(device)) for x in (q, k, v))
@@ -154,6 +172,13 @@ def evaluate(
         if layout.aligned:
             return _evaluate_aligned(q, tokens, state, layout, rule, function)
         return _evaluate_arranged(q, tokens, state, layout, rule, function)
+
+
+def _call_size(k: Tensor, w1: Tensor) -> CallSize:
+    """The size of a call with keys [B, T, H, Dk] and fast weights [B, H, Dv, Dh]."""
+    batch, length, heads, width = k.shape
+    width, dtype = max(width, *w1.shape[-2:]), torch.promote_types(k.dtype, w1.dtype)
+    return CallSize(k.device, width, batch * length * heads, dtype)
 
 
 def _autocast_device(x: Tensor) -> str:
@@ -212,7 +237,7 @@ def _evaluate_arranged(q, tokens, state: TTTState, layout: TTTLayout, rule, func
 
 def _evaluate_within_chunk(q, tokens, state: TTTState, layout: TTTLayout, rule, in_place: bool):
     """All new tokens read the present weights; then each row's chunk takes them, and a chunk that is full updates."""
-    out = ttt_read(state, tokens["k"] if rule.read_with == "key" else q, rule=rule)
+    out = _read(state, tokens["k"] if rule.read_with == "key" else q, rule, ttt_recurrent)
     if not layout.aligned:
         out = out.masked_fill(~layout.real.view(*out.shape[:2], 1, 1), 0)
     pending = {}
@@ -256,8 +281,24 @@ def _put_rows(whole: list[Tensor | None], part: list[Tensor | None], rows: Tenso
 
 
 def _update_pending(state: TTTState, rule: TTTRule) -> TTTState:
-    k, v, lr0, lr1, lr2, momentum = (getattr(state, name) for name in PENDING)
-    return ttt_update(state, k, v, lr0, lr1, lr2, momentum, rule=rule)
+    return _update(state, [getattr(state, name) for name in PENDING], rule, ttt_recurrent)
+
+
+def _update(state: TTTState, tokens: Sequence[Tensor | None], rule: TTTRule, function: Callable) -> TTTState:
+    """The state after an update by all tokens (those of `PENDING`) as one chunk."""
+    k, dtype = tokens[0], state.w1.dtype
+    tokens = [k[:, :0], *tokens[:2], *(None if x is None else x.to(dtype) for x in tokens[2:])]
+    settings = {"rule": rule, "chunk_size": k.shape[1], "updates": 1, "return_state": True}
+    with torch.autocast(_autocast_device(k), enabled=False):
+        _, fast = function(*tokens, _fast_weights(state), **settings)
+    return _with_fast_weights(state, fast)
+
+
+def _read(state: TTTState, q: Tensor, rule: TTTRule, function: Callable) -> Tensor:
+    """The output for q [B, T, H, Dk] with the present weights."""
+    tokens = q, q[:, :0], q.new_empty(q.shape[0], 0, q.shape[2], state.w1.shape[-2]), None, None, None, None
+    with torch.autocast(_autocast_device(q), enabled=False):
+        return function(*tokens, _fast_weights(state), rule=rule, chunk_size=1, updates=0)[0]
 
 
 def _fast_weights(state: TTTState) -> FastWeights:
@@ -286,46 +327,39 @@ def ttt_update(
     momentum: Tensor | None = None,
     *,
     rule: TTTRule,
+    implementation: str = "auto",
+    backend: str = "auto",
 ) -> TTTState:
     """One whole update with all given tokens as the chunk: the step of `TTTRule`, `rule.inner_steps` times.
 
     Args:
         state: the state before; its unfinished chunk, if any, stays as it is.
         k: keys [B, T, H, Dk]; v: values [B, T, H, Dv]; with T = 0 nothing changes.
-        lr0, lr1, lr2, momentum: as in `ttt_attention`.
+        lr0, lr1, lr2, momentum, implementation, backend: as in `ttt_attention`.
 
     Returns:
         The state after the update.
 
     Raises:
-        ValueError: for shapes that do not fit.
+        ValueError: for shapes that do not fit, "parallel" where it is not exact, "triton" with float64.
+        ImportError: for a backend that is not available.
     """
     check_tokens(k, k, v, lr0, lr1, lr2, momentum)
     check_weights(k, v, lr1, *state.weights, rule, k.shape[0])
-    if k.shape[1] == 0:
-        return state
-    lr0, lr1, lr2, momentum = (None if x is None else x.to(state.w1.dtype) for x in (lr0, lr1, lr2, momentum))
-    tokens = k[:, :0], k, v, lr0, lr1, lr2, momentum
-    with torch.autocast(_autocast_device(k), enabled=False):
-        fast = _fast_weights(state)
-        _, fast = ttt_recurrent(*tokens, fast, rule=rule, chunk_size=k.shape[1], updates=1, return_state=True)
-    return _with_fast_weights(state, fast)
+    function = TTT_FUNCTIONS.get(rule, implementation, backend, _call_size(k, state.w1))
+    return _update(state, (k, v, lr0, lr1, lr2, momentum), rule, function) if k.shape[1] else state
 
 
-def ttt_read(state: TTTState, q: Tensor, *, rule: TTTRule) -> Tensor:
+def ttt_read(state: TTTState, q: Tensor, *, rule: TTTRule, backend: str = "auto") -> Tensor:
     """f(q) = w1 φ(q) with the state's weights: q [B, T, H, Dk] → [B, T, H, Dv]. A rule that reads with the key is read
     with what the caller passes.
 
     Raises:
-        ValueError: for shapes that do not fit.
+        ValueError: for shapes that do not fit, "triton" with float64.
+        ImportError: for a backend that is not available.
     """
     width = (state.w1 if rule.fast_weight == "linear" else state.w0).shape[-1]
     rows, heads = state.w1.shape[:2]
     if q.dim() != 4 or (q.shape[0], *q.shape[2:]) != (rows, heads, width):
         raise ValueError(f"q has shape {tuple(q.shape)}; expected [{rows}, tokens, {heads}, {width}] to fit the state")
-    empty = q[:, :0]
-    v = q.new_empty(q.shape[0], 0, q.shape[2], state.w1.shape[-2])
-    with torch.autocast(_autocast_device(q), enabled=False):
-        return ttt_recurrent(
-            q, empty, v, None, None, None, None, _fast_weights(state), rule=rule, chunk_size=1, updates=0
-        )[0]
+    return _read(state, q, rule, TTT_FUNCTIONS.get(rule, "recurrent", backend, _call_size(q, state.w1)))

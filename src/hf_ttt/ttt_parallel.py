@@ -112,7 +112,8 @@ class _Blocks:
         self.rule, self.chunk_size, self.updates = rule, chunk_size, updates
         self.q, k, v, _, lr1, _, self.momentum, w0, self.w1, w2, self.main, self.norm, self.buffer = inputs
         self.tokens = Tokens(k, v, None, lr1, None)
-        self.read_keys = rule.read_with == "key"
+        self.has_reads = self.q.shape[1] > 0
+        self.read_keys = rule.read_with == "key" and self.has_reads
         self.batch, self.heads = self.q.shape[0], self.q.shape[2]
         flat = [None if w is None else w.flatten(0, 1) for w in (w0, self.w1, w2)]
         self.w02 = make_net(flat, rule, self.q.dtype).w02
@@ -180,8 +181,9 @@ class _Parallel(torch.autograd.Function):
             update = rule.sign * update
             raws, raw = raw[:, None] + _mix(_before(block.chunks, w1), update), raw + update.sum(1)
             buffer = None if m is None else moments[:, -1]
-            works = layer.working(raws, block.first == 0)
-            read_forward(block.cut(reads), layer.net(block, works), block.cut(out))
+            if layer.has_reads:
+                works = layer.working(raws, block.first == 0)
+                read_forward(block.cut(reads), layer.net(block, works), block.cut(out))
             if keep:
                 kept += [raws, None if m is None and rule.muon is None else moments]
         start, work = updates * chunk_size, layer.last_work(raw)
@@ -231,7 +233,7 @@ class _Gradients:
         self._repeated: dict[int, Tensor | None] = {}
 
         dwork = new(layer.w1) if dwork is None else dwork.clone(memory_format=torch.contiguous_format)
-        if dout is not None:
+        if dout is not None and layer.has_reads:
             start = layer.updates * layer.chunk_size
             reads = layer.tokens.k if layer.read_keys else layer.q
             dnet = Net(w02, dwork.flatten(0, 1))
@@ -260,7 +262,7 @@ class _Gradients:
         layer, rule = self.layer, self.layer.rule
         works = layer.working(raws, block.first == 0)
         draws = torch.zeros_like(works, memory_format=torch.contiguous_format)
-        if dout is not None:
+        if dout is not None and layer.has_reads:
             reads = layer.tokens.k if layer.read_keys else layer.q
             net, dnet = layer.net(block, works), self.block_net(block, draws)
             read_backward(block.cut(reads), block.cut(dout), net, block.cut(self.reads), dnet, layer.read_keys)

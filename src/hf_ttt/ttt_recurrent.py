@@ -7,7 +7,8 @@ The backward keeps the inputs and one state per chunk and computes the rest of a
     work_c  the weights that read: raw_c with its rows scaled to the initial norms, or raw_c itself
     M_c     the momentum buffer after the chunk; without momentum the chunk's gradient
 
-Everything here is [N, ·, ·] with N = rows · heads.
+Everything here is [N, ·, ·] with N = rows · heads. What is done with one chunk is an `Inner`, which an evaluation by
+other means exchanges; the walk over the chunks is the same.
 """
 
 from __future__ import annotations
@@ -51,6 +52,29 @@ class FastWeights(NamedTuple):
         return [tensor for kind in self for tensor in kind]
 
 
+def advance(base: Tensor, update: Tensor, sign: int, norm: Tensor | None) -> tuple[Tensor, Tensor]:
+    """raw = base ± update [N, m, n], and work: its rows scaled to `norm` [N, m, 1], or raw itself for None."""
+    raw = torch.add(base, update, alpha=sign)
+    return raw, raw if norm is None else normalise(raw, norm)
+
+
+class Inner(NamedTuple):
+    """The arithmetic of one chunk; the defaults say by their own signatures and docstrings what each function does."""
+
+    read_forward: Callable[..., None] = read_forward
+    read_backward: Callable[..., None] = read_backward
+    gradient_forward: Callable[..., dict[int, Tensor]] = gradient_forward
+    gradient_backward: Callable[..., None] = gradient_backward
+    muon_forward: Callable[..., Tensor] = muon_forward
+    muon_backward: Callable[..., Tensor] = muon_backward
+    advance: Callable[..., tuple[Tensor, Tensor]] = advance
+    normalise: Callable[..., Tensor] = normalise
+    normalise_backward: Callable[..., tuple[Tensor, Tensor]] = normalise_backward
+
+
+TORCH = Inner()
+
+
 class _State(NamedTuple):
     raw: Weights
     work: Weights
@@ -73,8 +97,8 @@ def no_second_derivative(backward: Callable) -> Callable:
 class _Loop:
     """What forward and backward share: the inputs, cut into chunks, and how a state leads to the next."""
 
-    def __init__(self, rule: TTTRule, chunk_size: int, updates: int, inputs: Sequence[Tensor | None]):
-        self.rule, self.updates = rule, updates
+    def __init__(self, inner: Inner, rule: TTTRule, chunk_size: int, updates: int, inputs: Sequence[Tensor | None]):
+        self.inner, self.rule, self.updates = inner, rule, updates
         self.q, k, v, lr0, lr1, lr2, momentum, *fast = inputs
         self.tokens = Tokens(k, v, lr0, lr1, lr2) if 0 in rule.updated else Tokens(k, v, None, lr1, None)
         self.read_keys = rule.read_with == "key" and self.q.shape[1] == k.shape[1]
@@ -127,18 +151,18 @@ class _Loop:
 
     def working(self, i: int, raw: Tensor) -> Tensor:
         """The weights that read, from those that accumulate."""
-        return raw if self.rule.weight_norm == "none" else normalise(raw, self.norm[i])
+        return raw if self.rule.weight_norm == "none" else self.inner.normalise(raw, self.norm[i])
 
     def step(self, state: _State, net: Net, tokens: Tokens, m: Tensor | None) -> _State:
         """One gradient step on a chunk's tokens; `net` has the weights of `state`."""
-        rule = self.rule
+        rule, inner = self.rule, self.inner
         raw, work, buffer = list(state.raw), list(state.work), list(state.buffer)
-        for i, g in gradient_forward(tokens, net, rule, state.work[1].dtype).items():
+        for i, g in inner.gradient_forward(tokens, net, rule, state.work[1].dtype).items():
             if m is not None and buffer[i] is not None:
                 g = torch.addcmul(g, m, buffer[i])
             base = state.work[i] if rule.weight_norm == "post" else state.raw[i]
-            raw[i] = torch.add(base, muon_forward(g, rule), alpha=rule.sign)
-            work[i] = self.working(i, raw[i])
+            norm = None if rule.weight_norm == "none" else self.norm[i]
+            raw[i], work[i] = inner.advance(base, inner.muon_forward(g, rule), rule.sign, norm)
             buffer[i] = None if m is None and rule.muon is None else g
         return _State(raw, work, buffer)
 
@@ -178,11 +202,12 @@ class _Gradients:
 
     def step_backward(self, before: _State, after: _State, c: int, tokens: Tokens, dtokens: Tokens, net: Net) -> None:
         """Through one step of chunk c, from the gradients after it to those before it; `net` has the weights before."""
-        rule, m, gradient, dm = self.loop.rule, self.loop.momenta[c], {}, self.momenta[c]
+        rule, inner = self.loop.rule, self.loop.inner
+        m, gradient, dm = self.loop.momenta[c], {}, self.momenta[c]
         for i in rule.updated:
             dwork = draw = self.work[i]
             if rule.weight_norm != "none":
-                draw, dnorm = normalise_backward(after.raw[i], self.loop.norm[i], dwork)
+                draw, dnorm = inner.normalise_backward(after.raw[i], self.loop.norm[i], dwork)
                 self.norm[i] = dnorm if self.norm[i] is None else self.norm[i] + dnorm
                 if rule.weight_norm == "pre":
                     self.main[i] = draw = draw if self.main[i] is None else draw + self.main[i]
@@ -191,7 +216,7 @@ class _Gradients:
                     dwork.copy_(draw)
             g = rule.sign * draw
             if rule.muon is not None:
-                g = muon_backward(after.buffer[i], g, rule)
+                g = inner.muon_backward(after.buffer[i], g, rule)
             if m is not None:
                 g = g if self.buffer[i] is None else g + self.buffer[i]
                 if before.buffer[i] is not None:
@@ -200,7 +225,7 @@ class _Gradients:
                 self.buffer[i] = m * g
             gradient[i] = g
         self.momenta[c] = dm
-        gradient_backward(tokens, gradient, net, rule, dtokens, self.net, rule.inner_steps > 1)
+        inner.gradient_backward(tokens, gradient, net, rule, dtokens, self.net, rule.inner_steps > 1)
 
     def of_inputs(self, inputs: Sequence[Tensor | None]) -> list[Tensor | None]:
         """One gradient per input; zeros where it had no part."""
@@ -220,15 +245,15 @@ class _Recurrent(torch.autograd.Function):
     """(q, k, v, rates, momentum, fast weights) → output and, if asked, the weights after the last update."""
 
     @staticmethod
-    def forward(ctx, rule, chunk_size, updates, keep, return_state, *inputs):
-        loop = _Loop(rule, chunk_size, updates, inputs)
+    def forward(ctx, inner, rule, chunk_size, updates, keep, return_state, *inputs):
+        loop = _Loop(inner, rule, chunk_size, updates, inputs)
         out = loop.tokens.v.new_empty(*loop.q.shape[:3], loop.first.work[1].shape[-2])
         reads = loop.split(loop.tokens.k if loop.read_keys else loop.q)
         chunks = loop.split_tokens(loop.tokens)
         state, kept = loop.first, []
         for c in range(updates + 1):
             net = loop.net(state)
-            read_forward(reads[c], net, loop.cut(out, c))  # cut now: export records writes to views
+            inner.read_forward(reads[c], net, loop.cut(out, c))  # cut now: export records writes to views
             for step in range(rule.inner_steps if c < updates else 0):
                 net = loop.net(state) if step else net
                 state = loop.step(state, net, chunks[c], loop.momenta[c])
@@ -236,7 +261,7 @@ class _Recurrent(torch.autograd.Function):
                 last = c + 1 == updates and rule.muon is None
                 kept += [x for i in rule.updated for x in (state.raw[i], None if last else state.buffer[i])]
         if keep:
-            ctx.settings = rule, chunk_size, updates
+            ctx.settings = inner, rule, chunk_size, updates
             ctx.save_for_backward(*inputs, *kept)
             ctx.set_materialize_grads(False)
         kinds = (state.work, state.raw, state.buffer) if return_state else ()
@@ -245,10 +270,10 @@ class _Recurrent(torch.autograd.Function):
     @staticmethod
     @no_second_derivative
     def backward(ctx, dout, *dfinal):
-        rule, chunk_size, updates = ctx.settings
+        inner, rule, chunk_size, updates = ctx.settings
         saved = ctx.saved_tensors  # once: checkpointing computes them again at each access
         inputs, kept = saved[:19], saved[19:]
-        loop = _Loop(rule, chunk_size, updates, inputs)
+        loop = _Loop(inner, rule, chunk_size, updates, inputs)
         state = loop.kept_state(updates, kept)
         grads = _Gradients(loop, state, dfinal, reads=dout is not None)
         reads, dreads = (loop.tokens.k, grads.tokens.k) if loop.read_keys else (loop.q, grads.q)
@@ -269,8 +294,8 @@ class _Recurrent(torch.autograd.Function):
                     grads.step_backward(before, after, c, chunks[c], dchunks[c], at)
                     after = before
             if dout_chunks is not None:
-                read_backward(read_chunks[c], dout_chunks[c], net, dread_chunks[c], grads.net, loop.read_keys)
-        return (None,) * 5 + tuple(grads.of_inputs(inputs))
+                inner.read_backward(read_chunks[c], dout_chunks[c], net, dread_chunks[c], grads.net, loop.read_keys)
+        return (None,) * 6 + tuple(grads.of_inputs(inputs))
 
 
 def _shaped(w: Tensor | None, q: Tensor) -> Tensor | None:
@@ -292,6 +317,7 @@ def ttt_recurrent(
     chunk_size: int,
     updates: int,
     return_state: bool = False,
+    inner: Inner = TORCH,
 ) -> tuple[Tensor, FastWeights]:
     """Evaluate aligned rows chunk after chunk: token t reads the weights after min(⌊t/C⌋, `updates`) steps.
 
@@ -301,10 +327,11 @@ def ttt_recurrent(
         fast: weights before the first token.
         updates: number of chunks that update, `updates * chunk_size` ≤ T.
         return_state: whether the second result is the weights after the last update; otherwise it is `fast`.
+        inner: what computes a chunk.
     """
     tensors = (q, k, v, lr0, lr1, lr2, momentum, *fast.tensors())
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    out, *final = _Recurrent.apply(rule, chunk_size, updates, keep, return_state, *tensors)
+    out, *final = _Recurrent.apply(inner, rule, chunk_size, updates, keep, return_state, *tensors)
     return out, _merge(fast, final, rule, momentum is not None) if return_state else fast
 
 

@@ -23,7 +23,7 @@ float32, without which float16 loses small updates.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -299,6 +299,15 @@ def _conv_attention(q: Tensor, k: Tensor, v: Tensor, w: Tensor, rule: VisionRule
     return out[..., 0].mT.unflatten(1, q.shape[1:3])
 
 
+def _vision_triton() -> Callable:
+    """The kernels, whose file is imported where they are asked for."""
+    from .ttt_triton_vision import vision_triton
+
+    return vision_triton
+
+
 VISION_FUNCTIONS = TTTInterface()
 VISION_FUNCTIONS.register("recurrent", "torch", vision_recurrent)
 VISION_FUNCTIONS.register("parallel", "torch", vision_parallel)
+VISION_FUNCTIONS.register_lazy("recurrent", "triton", _vision_triton)
+VISION_FUNCTIONS.register_lazy("parallel", "triton", _vision_triton)
