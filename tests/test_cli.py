@@ -11,8 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 from huggingface_hub import ModelCard
+from nvs_cases import INDEX, golden_inputs, golden_state, golden_tensors, published_config
 from safetensors.torch import load_file, save_file
-from transformers import AutoImageProcessor, AutoModelForCausalLM, AutoModelForImageClassification
+from transformers import (
+    AutoImageProcessor,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoProcessor,
+)
 from typer.testing import CliRunner
 
 import hf_ttt
@@ -162,6 +169,61 @@ def test_language_model(tmp_path):
     assert loaded.keys() == state.keys() and all(torch.equal(loaded[key], value) for key, value in state.items())
     assert not (output / "preprocessor_config.json").exists()
     assert "pipeline_tag: text-generation\n" in (output / "README.md").read_text()
+
+
+NVS = "model_nvsA_2heads_im2.safetensors"
+
+
+@pytest.fixture
+def nvs_checkpoint(tmp_path):
+    """A checkpoint of the published training code."""
+    path = tmp_path / "obj_res256.pt"
+    training = {"optimizer": {"state": {}}, "lr_scheduler": {"last_epoch": 3}, "now_iters": 3}
+    torch.save({"model": golden_state(golden_tensors(NVS)), **training}, path)
+    return path
+
+
+@pytest.mark.parametrize("on_the_hub", [False, True])
+def test_novel_view_model(tmp_path, nvs_checkpoint, on_the_hub, monkeypatch):
+    """The published layout, of a file and of the Hub: the folder gives the published views, and has its processor."""
+    config = {**published_config(NVS), "use_fused": True}
+    (tmp_path / "l24.json").write_text(json.dumps(config))
+    asked, source, output = [], nvs_checkpoint, tmp_path / "out"
+    if on_the_hub:
+        source = "airsplay/lact_nvs/obj_res256.pt"
+        monkeypatch.setattr(
+            "hf_ttt.conversion.checkpoint.hf_hub_download", lambda *names: asked.append(names) or str(nvs_checkpoint)
+        )
+    result = convert("lact_nvs", source, output, "--config", tmp_path / "l24.json", "--image-size", 64)
+    assert result.exit_code == 0, result.output
+    assert asked == ([("airsplay/lact_nvs", "obj_res256.pt")] if on_the_hub else [])
+    tensors = golden_tensors(NVS)
+    with torch.no_grad():
+        rendered = AutoModel.from_pretrained(output)(**golden_inputs(tensors)).rendered
+    atol = INDEX["tolerance"]["rendered"]
+    torch.testing.assert_close(rendered, tensors["rendered_exact_muon"], atol=atol, rtol=0)
+    assert AutoProcessor.from_pretrained(output).size == {"height": 64, "width": 64}
+    assert {"modeling_lact_nvs.py", "processing_lact_nvs.py"} <= {path.name for path in output.iterdir()}
+    card = (output / "README.md").read_text()
+    assert "pipeline_tag: image-to-3d\n" in card and "# LaCT-NVS" in card and "obj_res256.pt" in card
+    assert "AutoModel.from_pretrained" in card and str(tmp_path) not in card
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--image-size", "66"], "image_size=66 must be a multiple of patch_size=4"),
+        (["--image-size", "0"], "image_size=0 must be a multiple of patch_size=4"),
+        (["--num-labels", "5"], "num_labels=5 is not known"),
+        (["--config", "layers=24"], "layers=24 contradicts blocks.1"),
+        (["--config", "laers=2"], "laers=2 is not known"),
+    ],
+)
+def test_novel_view_model_that_does_not_fit(tmp_path, nvs_checkpoint, arguments, message):
+    """One line, and no folder."""
+    result = convert("lact_nvs", nvs_checkpoint, tmp_path / "out", *arguments)
+    assert result.exit_code == 1 and not (tmp_path / "out").exists()
+    assert result.stderr.splitlines()[-1].startswith("Error: ") and message in result.stderr
 
 
 class CfgNode(dict):

@@ -12,10 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 from lact_cases import golden_index, golden_tensors
+from nvs_cases import INDEX as NVS_INDEX
+from nvs_cases import all_views, golden_inputs, golden_state, published_config, variant_config
+from nvs_cases import busy_model as busy_nvs_model
+from nvs_cases import tiny_config as tiny_nvs_config
 from safetensors.torch import load_file, save_file
 from vittt_cases import CLASSIFIERS, FAMILIES, busy_model, images, tiny_config
 
-from hf_ttt import HViTTTBackbone, LaCTForCausalLM
+from hf_ttt import HViTTTBackbone, LaCTForCausalLM, LaCTNVSModel
 from hf_ttt.conversion import checkpoint, from_official, read_state_dict
 from hf_ttt.conversion.folder import new_folder
 
@@ -182,6 +186,138 @@ def test_lact_with_tied_embeddings_saved_once():
     assert torch.equal(model.lm_head.weight, embeddings) and model.lm_head.weight is model.model.embeddings.weight
 
 
+def official_nvs(name):
+    """Constructor arguments, state dict and tensors of a golden novel-view model: a file, or a variant."""
+    if name in NVS_INDEX["models"]:
+        tensors = golden_tensors(name)
+        return published_config(name), golden_state(tensors), tensors, ""
+    tensors, arguments = golden_tensors(NVS_INDEX["variants"]["file"]), variant_config(name)
+    no_query = NVS_INDEX["variants"]["variants"][name]["no_query"]
+    return arguments, golden_state(tensors, no_query), tensors, f"variant/{name}/"
+
+
+NVS_MODELS = [*NVS_INDEX["models"], *NVS_INDEX["variants"]["variants"]]
+NVS_EXAMPLE, NVS_NO_NORM = "model_nvsA_2heads_im2.safetensors", "model_nvsB_1head_im1_noqknorm.safetensors"
+
+
+@torch.no_grad()
+def check_views(model, tensors, prefix=""):
+    inputs = golden_inputs(tensors)
+    rendered, want = model(**inputs).rendered, tensors[f"{prefix}rendered_exact_muon"]
+    torch.testing.assert_close(rendered, want, atol=NVS_INDEX["tolerance"]["rendered"], rtol=0)
+
+
+@pytest.mark.parametrize("name", NVS_MODELS)
+def test_nvs(name):
+    """Published constructor arguments, with those that choose kernels, give the published views."""
+    arguments, state, tensors, prefix = official_nvs(name)
+    model = from_official("lact_nvs", state, **arguments, grad_calc_method="mannual", use_fused=True)
+    assert type(model) is LaCTNVSModel and not model.training
+    assert_equal(model.state_dict(), state)
+    check_views(model, tensors, prefix)
+
+
+@pytest.mark.parametrize("name", NVS_MODELS)
+def test_nvs_sizes_are_read_from_the_weights(name):
+    """Only what no weight shows is said: the inner loop, and the heads of an attention without norms."""
+    arguments, state, tensors, prefix = official_nvs(name)
+    attention, ttt, mlp = (entry["params"] for entry in arguments["block_config"])
+    said = {key: ttt[key] for key in ("base_lr", "muon_update_steps", "ttt_loss_type") if key in ttt}
+    if not attention["use_qk_norm"]:
+        heads = {"type": "attention", "head_dim": attention["head_dim"]}
+        said["block_config"] = [heads, {"type": "ttt"}, {"type": "mlp"}]
+    model = from_official("lact_nvs", state, **said)
+    check_views(model, tensors, prefix)
+    whole = from_official("lact_nvs", state, **arguments)
+    assert model.config.to_dict() == whole.config.to_dict()
+    assert model.config.ttt_read_with == ("key" if ttt.get("no_query") else "query")
+
+
+def test_nvs_arguments_override_those_of_the_layers():
+    """Of the published TTT entry; `no_query` is what the weights say, whatever an overridden entry says."""
+    arguments, state, _, _ = official_nvs("no_query")
+    model = from_official("lact_nvs", state, **arguments, ttt_loss_type="mse", base_lr=0.5, muon_update_steps=3)
+    assert (model.config.ttt_loss_type, model.config.base_lr, model.config.muon_update_steps) == ("mse", 0.5, 3)
+    arguments["block_config"][1]["params"]["no_query"] = False
+    assert from_official("lact_nvs", state, **arguments, no_query=True).config.ttt_read_with == "key"
+
+
+@pytest.mark.parametrize("rule", ["baseline", "no_query", "variant6"])
+@pytest.mark.parametrize("multi", [1, 2, 0.7])
+def test_nvs_model_of_this_package(rule, multi):
+    """What a model saves is read as well, and its config.json's fields are arguments."""
+    multi = 1 if rule == "variant6" else multi
+    block = [{"type": "ttt", "inter_multi": multi}, {"type": "attention", "head_dim": 12}, {"type": "mlp"}]
+    model = busy_nvs_model(tiny_nvs_config(rule, block_config=block))
+    converted = from_official("lact_nvs", model.state_dict(), **model.config.to_diff_dict())
+    assert_equal(converted.state_dict(), model.state_dict())
+    with torch.no_grad():
+        torch.testing.assert_close(converted(**all_views()).rendered, model(**all_views()).rendered, atol=1e-5, rtol=0)
+
+
+def test_any_missing_tensor_of_nvs_is_named():
+    """Also one that the sizes are read from."""
+    arguments, state, _, _ = official_nvs(NVS_EXAMPLE)
+    for key in state:
+        with pytest.raises(ValueError) as error:
+            from_official("lact_nvs", {k: v for k, v in state.items() if k != key})
+        assert str(error.value).endswith(f"does not fit LaCTNVSModel: {key} is missing"), key
+
+
+NVS_REFUSED = {  # arguments → what is said
+    "dim": ({"dim": 64}, r"dim=64 contradicts .*.weight of shape \[32\], which means hidden_size=32"),
+    "layers": ({"layers": 24}, "layers=24 contradicts blocks.1.*, which means num_hidden_layers=2"),
+    "patch": ({"patch_size": 8}, r"patch_size=8 contradicts image_token_decoder.1.weight of shape \[48, 32\], .*=4"),
+    "query": ({"no_query": True}, r"no_query=True contradicts .*to_qkv.weight of shape \[96, 32\], .*='query'"),
+    "read": ({"ttt_read_with": "key"}, "ttt_read_with='key' contradicts .*to_qkv.weight"),
+    "both": ({"no_query": False, "ttt_read_with": "query"}, "no_query and ttt_read_with both set ttt_read_with"),
+    "two": ({"dim": 32, "hidden_size": 32}, "dim and hidden_size both set hidden_size: give one of them"),
+    "name": ({"depth": 2}, "depth=2 is not known; expected arguments of the published code, such as patch_size, dim"),
+    "loss": ({"ttt_loss_type": "only_w2"}, "ttt_loss_type='only_w2' is not known"),
+    "misspelt": ({"base_rl": 0.1}, "base_rl=0.1 is not known"),
+    "momentum": ({"use_momentum": True}, "use_momentum=True is not there: no published model has it"),
+    "modules": (
+        {"block_config": [{"type": "ttt"}, {"type": "mlp"}]},
+        r"block_config has modules \['ttt', 'mlp'\] where the weights have \['attention', 'ttt', 'mlp'\]",
+    ),
+}
+NVS_REFUSED_ENTRIES = {
+    "heads": (0, {"head_dim": 8}, r"block_config\[0\]: head_dim=8 contradicts .*_norm.weight of shape \[16\], .*=16"),
+    "norms": (0, {"use_qk_norm": False}, r"block_config\[0\]: use_qk_norm=False contradicts .*use_qk_norm=True"),
+    "one head": (1, {"head_dim": None}, r"block_config\[1\]: head_dim=None contradicts .*w0 of shape \[2, 16, 32\]"),
+    "hidden": (1, {"inter_multi": 1}, r"block_config\[1\]: inter_multi=1 contradicts .*inter_multi=2"),
+    "no query": (1, {"no_query": True}, r"block_config\[1\]: no_query=True contradicts .*no_query=False"),
+    "mlp": (2, {"inter_multi": 4}, r"block_config\[2\]: inter_multi=4 contradicts .*c_fc.weight .*inter_multi=2"),
+    "unknown": (1, {"momentum": True}, r"block_config\[1\] has 'momentum', which 'ttt' does not take"),
+}
+
+
+@pytest.mark.parametrize("case", NVS_REFUSED)
+def test_nvs_arguments_that_are_refused(case):
+    """Those that contradict the weights or each other, and misspelt ones."""
+    _, state, _, _ = official_nvs(NVS_EXAMPLE)
+    arguments, message = NVS_REFUSED[case]
+    with pytest.raises(ValueError, match=message):
+        from_official("lact_nvs", state, **arguments)
+
+
+@pytest.mark.parametrize("case", NVS_REFUSED_ENTRIES)
+def test_nvs_entries_that_are_refused(case):
+    """Those of a block that contradict the weights."""
+    arguments, state, _, _ = official_nvs(NVS_EXAMPLE)
+    index, params, message = NVS_REFUSED_ENTRIES[case]
+    arguments["block_config"][index]["params"].update(params)
+    with pytest.raises(ValueError, match=message):
+        from_official("lact_nvs", state, **arguments)
+
+
+def test_nvs_heads_that_no_weight_shows():
+    """Attention without norms may have heads of any width."""
+    _, state, _, _ = official_nvs(NVS_NO_NORM)
+    with pytest.raises(ValueError, match=r"block_config\[0\] must say head_dim: the weights have no q_norm"):
+        from_official("lact_nvs", state)
+
+
 # ---- what does not fit ----
 
 
@@ -290,7 +426,7 @@ def test_arguments_without_effect():
     check_logits(from_official("vittt", state, **arguments, use_checkpoint=True), tensors)
 
 
-@pytest.mark.parametrize("architecture", ["lact_nvs", "vit", None])
+@pytest.mark.parametrize("architecture", ["nvs", "vit", None])
 def test_other_architectures(architecture):
     with pytest.raises(
         ValueError, match=f"architecture={architecture!r} cannot be converted; expected one of 'vittt', "

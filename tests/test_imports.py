@@ -71,7 +71,7 @@ def test_import_loads_no_extras():
     loaded = json.loads(run_python(TRANSFORMERS + WITH_GENERATION).stdout.splitlines()[-1])
     names = {name.split(".")[0] for name in loaded}
     assert "hf_ttt" in names and not names & EXTRAS
-    assert names <= {"hf_ttt", "transformers"} | set(sys.stdlib_module_names)
+    assert names <= {"hf_ttt", "transformers", "tokenizers"} | set(sys.stdlib_module_names)
     assert not any(name.startswith(("hf_ttt.metrics", "hf_ttt.analysis", "hf_ttt.conversion")) for name in loaded)
 
 
@@ -150,5 +150,6 @@ def test_no_module_reads_the_weights_of_a_linear_layer():
     for file in FILES:
         for node in nodes(file):
             if isinstance(node, ast.Attribute) and node.attr == "weight" and isinstance(node.value, ast.Attribute):
-                path = ast.unparse(node)  # lr_proj: only to give it a zero gradient where rates are fixed
-                assert path == "self.lr_proj.weight", f"{file.name}:{node.lineno} {path}"
+                path = ast.unparse(node)  # only to give it a zero gradient where rates are fixed
+                allowed = ("self.lr_proj.weight", "self.lr_fc.weight")
+                assert path in allowed, f"{file.name}:{node.lineno} {path}"

@@ -11,14 +11,17 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageClassification,
     AutoModelForSequenceClassification,
+    AutoProcessor,
 )
 from transformers.utils import is_vision_available
 
 from .cache_ttt import TTTCache
 from .configuration_lact import LaCTConfig
+from .configuration_lact_nvs import LaCTNVSConfig
 from .configuration_vittt import HViTTTConfig, ViTTTConfig
 from .image_processing_vittt import ViTTTImageProcessor
 from .modeling_lact import LaCTForCausalLM, LaCTForSequenceClassification, LaCTModel
+from .modeling_lact_nvs import LaCTNVSModel, LaCTNVSScene
 from .modeling_vittt import (
     HViTTTBackbone,
     HViTTTForImageClassification,
@@ -27,6 +30,7 @@ from .modeling_vittt import (
     ViTTTForImageClassification,
     ViTTTModel,
 )
+from .processing_lact_nvs import LaCTNVSProcessor
 from .ttt_ops import TTTInterface, ttt_attention, ttt_read, ttt_update
 from .ttt_rule import TTTRule
 from .ttt_state import TTTState, ttt_init
@@ -42,6 +46,10 @@ __all__ = [
     "LaCTForCausalLM",
     "LaCTForSequenceClassification",
     "LaCTModel",
+    "LaCTNVSConfig",
+    "LaCTNVSModel",
+    "LaCTNVSProcessor",
+    "LaCTNVSScene",
     "TTTCache",
     "TTTInterface",
     "TTTRule",
@@ -63,6 +71,7 @@ _MODELS: dict[type[Any], dict[type[Any], type[Any]]] = {
         AutoModelForCausalLM: LaCTForCausalLM,
         AutoModelForSequenceClassification: LaCTForSequenceClassification,
     },
+    LaCTNVSConfig: {AutoModel: LaCTNVSModel},
     ViTTTConfig: {
         AutoModel: ViTTTModel,
         AutoModelForImageClassification: ViTTTForImageClassification,
@@ -82,6 +91,8 @@ for _config, _classes in _MODELS.items():
         _auto.register(_config, _model, exist_ok=True)
         _model.register_for_auto_class(_auto.__name__)
 
+LaCTNVSProcessor.register_for_auto_class()
+AutoProcessor.register(LaCTNVSConfig, LaCTNVSProcessor, exist_ok=True)
 ViTTTImageProcessor.register_for_auto_class()
 if is_vision_available():  # AutoImageProcessor is a placeholder without Pillow, which text models do not need
     for _config in (ViTTTConfig, HViTTTConfig):

@@ -76,11 +76,11 @@ def _parse_value(text: str) -> Any:
 @errors_in_one_line()
 def convert(
     source: Annotated[
-        str, typer.Argument(help="Checkpoint: a .pth or .safetensors file, or 'hub-id/file'.", show_default=False)
+        str, typer.Argument(help="Checkpoint: a .pt, .pth or .safetensors file, or 'hub-id/file'.", show_default=False)
     ],
     output_dir: Annotated[Path, typer.Argument(help="Folder for the model.", show_default=False)],
     architecture: Annotated[
-        Literal["vittt", "h_vittt", "lact"],
+        Literal["vittt", "h_vittt", "lact", "lact_nvs"],
         typer.Option("--architecture", "-a", help="What the checkpoint is.", show_default=False),
     ],
     weights: Annotated[
@@ -91,7 +91,7 @@ def convert(
         list[str] | None,
         typer.Option(
             help="A constructor argument of the published code or a field of the configuration, as key=value, or a "
-            ".json file of them. Repeatable. Sizes of vision models are read from the weights.",
+            ".json file of them. Repeatable. Sizes of all models but lact are read from the weights.",
             show_default=False,
         ),
     ] = None,
@@ -101,8 +101,8 @@ def convert(
     image_size: Annotated[
         int | None,
         typer.Option(
-            help="Side of the images that the image processor makes; models take any. If not given, that of training "
-            "where the checkpoint has it, else 224.",
+            help="Side of the images that the processor makes; models take any. If not given, that of training where "
+            "the checkpoint has it, else 224, or 256 for lact_nvs.",
             show_default=False,
         ),
     ] = None,
@@ -122,14 +122,15 @@ def convert(
 ) -> None:
     """Convert a checkpoint of the published code to a folder that `from_pretrained` loads.
 
-    The folder holds weights, configuration, image processor, code and a model card. It is written whole or not at all.
+    The folder holds weights, configuration, processor, code and a model card. It is written whole or not at all.
     """
     from .conversion import from_official, read_state_dict
     from .conversion.folder import check_free, new_folder
 
     check_free(output_dir, overwrite)
     arguments = parse_settings(config or [])
-    for name, value in (("num_labels", num_labels), ("image_size", image_size)):
+    of_processor = architecture == "lact_nvs"  # whose model knows no size of images
+    for name, value in (("num_labels", num_labels), ("image_size", None if of_processor else image_size)):
         if value is not None:
             arguments[name] = value
     report(f"Reading {source}")
@@ -137,22 +138,36 @@ def convert(
     model = from_official(architecture, state_dict, **arguments)
     report(f"Converted to {type(model).__name__}, {model.num_parameters():,} parameters")
     with new_folder(output_dir, overwrite) as folder:
-        save(model, folder, architecture, source, licence)
+        save(model, folder, architecture, source, licence, image_size)
     report("Wrote the model to")
     typer.echo(output_dir)
 
 
-def save(model: PreTrainedModel, folder: Path, architecture: str, source: str, licence: str | None) -> None:
-    """Write a converted model with its image processor and a card.
+def save(
+    model: PreTrainedModel,
+    folder: Path,
+    architecture: str,
+    source: str,
+    licence: str | None,
+    image_size: int | None = None,
+) -> None:
+    """Write a converted model with its processor and a card.
 
     Args:
         model: the model.
         folder: where to.
-        architecture, source, licence: as in `convert`.
+        architecture, source, licence, image_size: as in `convert`.
     """
     from .conversion.card import card_stub
 
-    if model.main_input_name == "pixel_values":
+    if architecture == "lact_nvs":
+        from .processing_lact_nvs import LaCTNVSProcessor
+
+        side, patch = 256 if image_size is None else image_size, model.config.patch_size
+        if side < 1 or side % patch:
+            raise ValueError(f"image_size={side} must be a multiple of patch_size={patch}")
+        LaCTNVSProcessor(size=side).save_pretrained(folder)
+    elif model.main_input_name == "pixel_values":
         from .image_processing_vittt import ViTTTImageProcessor
 
         size = model.config.image_size

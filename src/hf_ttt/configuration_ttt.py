@@ -14,7 +14,7 @@ BACKENDS = ("auto", "torch", "triton")
 
 _LOSS_NAME = re.compile(  # of the published code; `_parallel` is read after any, and refused where it is not exact
     r"((?P<ascent>ga_)?dot_product|(?P<key>no_query_)dot_product|(?P<mse>mse)"
-    r"|(?P<last>only_w1)((?P<linear>_straight_qk)(?P<no_rate>_no_lr1)?)?(?P<no_norm>_no_wn)?(?P<no_muon>_no_muon)?)"
+    r"|(?P<last>only_w1)((?P<linear>_straight_qk)(?P<no_rate>_no_lr1)?)?(?P<no_norm>_no_wn)?(?P<no_muon>_no_muon|(?<=_no_wn)_muon)?)"
     r"(?P<parallel>_parallel)?"
 )
 _LOSS_NAME_PARTS: dict[str, dict[str, Any]] = {
@@ -25,7 +25,7 @@ _LOSS_NAME_PARTS: dict[str, dict[str, Any]] = {
     "linear": {"ttt_fast_weight": "linear"},
     "no_rate": {"ttt_learnable_lr": False},
     "no_norm": {"ttt_weight_norm": "none"},
-    "no_muon": {"use_muon": False},  # ViTTT
+    "no_muon": {"use_muon": False},  # ViTTT and the novel-view model, which also writes "_no_wn_muon"
     "parallel": {"ttt_implementation": "parallel"},
 }
 INNER_LOOP_DEFAULTS: dict[str, Any] = {

@@ -20,15 +20,18 @@ class _Origin(NamedTuple):
 
 
 _VITTT = ("https://github.com/LeapLabTHU/ViTTT", "https://arxiv.org/abs/2512.01643")
+_LACT = ("https://github.com/a1600012888/LaCT", "https://arxiv.org/abs/2505.23884")
 _ORIGINS = {
     "vittt": _Origin("ViTTT", *_VITTT),
     "h_vittt": _Origin("H-ViTTT", *_VITTT),
-    "lact": _Origin("LaCT", "https://github.com/a1600012888/LaCT", "https://arxiv.org/abs/2505.23884"),
+    "lact": _Origin("LaCT", *_LACT),
+    "lact_nvs": _Origin("LaCT-NVS", *_LACT),
 }
 _TASKS = {  # part of a class's name → pipeline and Auto class
     "ForImageClassification": ("image-classification", "AutoModelForImageClassification"),
     "Backbone": ("image-feature-extraction", "AutoBackbone"),
     "ForCausalLM": ("text-generation", "AutoModelForCausalLM"),
+    "LaCTNVSModel": ("image-to-3d", "AutoModel"),
 }
 _TEXT = """# {title}
 
@@ -57,7 +60,7 @@ def card_stub(model: PreTrainedModel, architecture: str, source: str, licence: s
 
     Args:
         model: the model.
-        architecture: "vittt", "h_vittt" or "lact".
+        architecture: "vittt", "h_vittt", "lact" or "lact_nvs".
         source: name of the checkpoint.
         licence: identifier of the weights' licence on the Hub, such as "mit"; None for "other".
     """

@@ -13,7 +13,9 @@ from transformers.modeling_utils import PreTrainedModel
 
 from ..configuration_lact import LaCTConfig
 from ..modeling_lact import LaCTForCausalLM
+from ..modeling_lact_nvs import LaCTNVSModel
 from ..modeling_vittt import HViTTTBackbone, HViTTTForImageClassification, ViTTTForImageClassification
+from .nvs import nvs_config
 from .vision import DENSE_NORM, vision_config
 
 # A tensor that each architecture has and the others lack.
@@ -21,6 +23,7 @@ _MARKS = {
     "vittt": "patch_embed.proj.weight",
     "h_vittt": "patch_embed.conv.0.conv.weight",
     "lact": "model.embeddings.weight",
+    "lact_nvs": "image_token_decoder.1.weight",
 }
 ARCHITECTURES = tuple(_MARKS)
 _WRAPPERS = ("module.", "_orig_mod.")  # of DistributedDataParallel and torch.compile
@@ -35,16 +38,19 @@ def from_official(architecture: str, state_dict: Mapping[str, Tensor], **config:
     `rope.rotations`, which the models here compute, and prefixes of wrappers (`module.`) are dropped.
 
     Args:
-        architecture: "vittt", "h_vittt" or "lact".
+        architecture: "vittt", "h_vittt", "lact" or "lact_nvs".
         state_dict: name → tensor. One of H-ViTTT with `norm0.weight`, as detection and segmentation have it, becomes a
             backbone; of a whole detector or segmenter only the backbone is taken.
         config: arguments of the published constructor (`img_size`, `embed_dim`, `depth`, `dim`, `num_heads`,
-            `num_classes`, `ttt_loss_type`, …) or fields of the configuration. The vision models need none of those that
-            the weights show, which are only compared. `out_indices` numbers feature maps as published, from the first
-            stage on. For "lact", the fields of the published JSON files.
+            `num_classes`, `ttt_loss_type`, …; `layers`, `block_config`, `no_query`, … of "lact_nvs") or fields of the
+            configuration. All models but "lact" need none of those that the weights show, which are only compared.
+            `out_indices` numbers feature maps as published, from the first stage on. In "lact_nvs", arguments override
+            those of TTT layers in `block_config`, and those that choose kernels are ignored. For "lact", the fields of
+            the published JSON files.
 
     Returns:
-        A `ViTTTForImageClassification`, `HViTTTForImageClassification`, `HViTTTBackbone` or `LaCTForCausalLM`.
+        A `ViTTTForImageClassification`, `HViTTTForImageClassification`, `HViTTTBackbone`, `LaCTForCausalLM` or
+        `LaCTNVSModel`.
 
     Raises:
         ValueError: for another architecture; for arguments that are not known or contradict the weights; and, all in
@@ -61,6 +67,9 @@ def from_official(architecture: str, state_dict: Mapping[str, Tensor], **config:
         model_class = LaCTForCausalLM
         fields = {name: value for name, value in config.items() if name not in _NOT_OF_LACT_CONFIG}
         configuration = LaCTConfig(**fields)
+    elif architecture == "lact_nvs":
+        model_class = LaCTNVSModel
+        configuration = nvs_config(state, config)
     else:
         model_class = _vision_class(architecture, state)
         configuration = vision_config(architecture, state, config)

@@ -3,17 +3,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
-import operator
 import re
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from ..configuration_vittt import HViTTTConfig, ViTTTConfig
+from .facts import Fact, check_facts, count_in, facts_in, own_names, ratio_of, size_in
 
 DENSE_NORM = re.compile(r"norm(\d+)\.weight")  # of a backbone for detection or segmentation, one for each feature map
 _NAMES = {  # of the published constructors
@@ -31,23 +28,6 @@ _NOT_THERE = ("distilled", "drop_rate", "representation_size")  # False, 0 or No
 _STEM_STRIDE = 4
 
 
-@dataclasses.dataclass(frozen=True)
-class Fact:
-    """What the weights say of a field of the configuration.
-
-    Attributes:
-        field: the field.
-        value: its value.
-        key: a tensor that shows it.
-        same: whether another value means the same.
-    """
-
-    field: str
-    value: Any
-    key: str
-    same: Callable[[Any, Any], bool] = operator.eq
-
-
 def vision_config(architecture: str, state: Mapping[str, Tensor], arguments: Mapping[str, Any]):
     """The configuration of a published state dict.
 
@@ -60,46 +40,21 @@ def vision_config(architecture: str, state: Mapping[str, Tensor], arguments: Map
         ValueError: for arguments that are not known, contradict the weights or each other, or that no model has.
     """
     config_class = ViTTTConfig if architecture == "vittt" else HViTTTConfig
-    given = _own_names(config_class, arguments)
+    given = own_names(
+        config_class,
+        arguments,
+        _NAMES,
+        also=("num_labels", "out_features"),
+        ignored=_WITHOUT_EFFECT,
+        absent=_NOT_THERE,
+        own_value=_own_value,
+    )
     if "id2label" in given:
         given.setdefault("num_labels", ("id2label", len(given["id2label"][1])))
     facts = list(vittt_facts(state) if architecture == "vittt" else h_vittt_facts(state))
-    contradictions = []
-    for fact in facts:
-        name, value = given.get(fact.field, (None, None))
-        if name is not None and fact.field != "image_size" and not fact.same(value, fact.value):
-            contradictions.append(
-                f"{name}={arguments[name]!r} contradicts {fact.key} of shape {list(state[fact.key].shape)}, which "
-                f"means {fact.field}={fact.value!r}"
-            )
-    if contradictions:
-        raise ValueError("; ".join(contradictions))
+    check_facts([fact for fact in facts if fact.field != "image_size"], given, arguments, state)
     fields = {fact.field: fact.value for fact in facts}
     return config_class(**{**fields, **{field: value for field, (_, value) in given.items()}})
-
-
-def _own_names(config_class: type, arguments: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
-    """Field of the configuration → name and value of the argument that sets it."""
-    known = {field.name for field in dataclasses.fields(config_class)} | {"num_labels", "out_features"}
-    given: dict[str, tuple[str, Any]] = {}
-    for name, value in arguments.items():
-        if name in _WITHOUT_EFFECT:
-            continue
-        if name in _NOT_THERE:
-            if value:
-                raise ValueError(f"{name}={value!r} is not there: no published model has it; leave it out")
-            continue
-        field = _NAMES.get(name, name)
-        if field not in known:
-            published = [alias for alias, own in _NAMES.items() if own in known]
-            raise ValueError(
-                f"{name}={value!r} is not known; expected arguments of the published code, such as "
-                f"{', '.join(published)}, or fields of {config_class.__name__}"
-            )
-        if field in given:
-            raise ValueError(f"{given[field][0]} and {name} both set {field}: give one of them")
-        given[field] = name, _own_value(name, field, value)
-    return given
 
 
 def _own_value(name: str, field: str, value: Any) -> Any:
@@ -120,46 +75,17 @@ def _own_value(name: str, field: str, value: Any) -> Any:
 # ---- what the weights say ----
 
 
-def _size(state: Mapping[str, Tensor], pattern: str, axis: int, rank: int | None = None) -> tuple[int, str] | None:
-    """The most common size of an axis among the tensors whose name matches, and a tensor that has it; None for none."""
-    sizes = {
-        key: tensor.shape[axis]
-        for key, tensor in state.items()
-        if re.fullmatch(pattern, key) and (tensor.dim() > axis if rank is None else tensor.dim() == rank)
-    }
-    if not sizes:
-        return None
-    size = Counter(sizes.values()).most_common(1)[0][0]
-    return size, next(key for key, value in sizes.items() if value == size)
-
-
-def _count(state: Mapping[str, Tensor], pattern: str) -> tuple[int, str] | None:
-    """One more than the greatest number that a pattern finds in the names, and the name; None if it finds none."""
-    numbers = {int(match[1]): key for key in state if (match := re.match(pattern, key))}
-    return (max(numbers) + 1, numbers[max(numbers)]) if numbers else None
-
-
 def _mlp_ratio(widths: Sequence[int], hidden: Sequence[int], key: str) -> Fact:
     """The ratio that gives each width its hidden width, rounded down."""
-    ratio = max(h / w for h, w in zip(hidden, widths, strict=True))
-    while any(int(w * ratio) < h for h, w in zip(hidden, widths, strict=True)):  # h / w was rounded down
-        ratio = math.nextafter(ratio, math.inf)
 
     def same(a: float, b: float) -> bool:
         return all(int(w * a) == int(w * b) for w in widths)
 
-    return Fact("mlp_ratio", int(ratio) if ratio == int(ratio) else ratio, key, same)
-
-
-def _facts(state: Mapping[str, Tensor], sizes: Mapping[str, tuple[str, int, int | None]]) -> Iterator[Fact]:
-    """A fact for each field → (pattern, axis, rank) that is found."""
-    for field, (pattern, axis, rank) in sizes.items():
-        if found := _size(state, pattern, axis, rank):
-            yield Fact(field, *found)
+    return Fact("mlp_ratio", ratio_of(widths, hidden), key, same)
 
 
 def _qkv_bias(state: Mapping[str, Tensor], block: str) -> Iterator[Fact]:
-    weight, bias = (_size(state, rf"{block}attn\.qkv\.{name}", 0) for name in ("weight", "bias"))
+    weight, bias = (size_in(state, rf"{block}attn\.qkv\.{name}", 0) for name in ("weight", "bias"))
     if weight or bias:
         yield Fact("qkv_bias", bias is not None, (bias or weight)[1])
 
@@ -167,7 +93,7 @@ def _qkv_bias(state: Mapping[str, Tensor], block: str) -> Iterator[Fact]:
 def vittt_facts(state: Mapping[str, Tensor]) -> Iterator[Fact]:
     """What a state dict of ViTTT says of its configuration."""
     block = r"blocks\.\d+\."
-    yield from _facts(
+    yield from facts_in(
         state,
         {
             "hidden_size": (rf"({block})?norm\d?\.(weight|bias)", 0, 1),
@@ -178,10 +104,10 @@ def vittt_facts(state: Mapping[str, Tensor]) -> Iterator[Fact]:
         },
     )
     yield from _qkv_bias(state, block)
-    if depth := _count(state, r"blocks\.(\d+)\."):
+    if depth := count_in(state, r"blocks\.(\d+)\."):
         yield Fact("num_hidden_layers", *depth)
-    width = _size(state, rf"{block}norm\d\.(weight|bias)", 0, 1)
-    hidden = _size(state, rf"{block}mlp\.fc1\.(weight|bias)", 0)
+    width = size_in(state, rf"{block}norm\d\.(weight|bias)", 0, 1)
+    hidden = size_in(state, rf"{block}mlp\.fc1\.(weight|bias)", 0)
     if width and hidden:
         yield _mlp_ratio([width[0]], [hidden[0]], hidden[1])
 
@@ -189,7 +115,7 @@ def vittt_facts(state: Mapping[str, Tensor]) -> Iterator[Fact]:
 def h_vittt_facts(state: Mapping[str, Tensor]) -> Iterator[Fact]:
     """What a state dict of H-ViTTT, a classifier or a backbone, says of its configuration."""
     any_block = r"layers\.\d+\.blocks\.\d+\."
-    yield from _facts(
+    yield from facts_in(
         state,
         {
             "num_channels": (r"patch_embed\.conv\.0\.conv\.weight", 1, 4),
@@ -197,14 +123,14 @@ def h_vittt_facts(state: Mapping[str, Tensor]) -> Iterator[Fact]:
         },
     )
     yield from _qkv_bias(state, any_block)
-    stages, _ = _count(state, r"layers\.(\d+)\.") or (0, "")
+    stages, _ = count_in(state, r"layers\.(\d+)\.") or (0, "")
     blocks = [rf"layers\.{stage}\.blocks\.\d+\." for stage in range(stages)]
-    widths = [_size(state, rf"{block}norm\d\.(weight|bias)", 0, 1) for block in blocks]
-    hidden = [_size(state, rf"{block}mlp\.(fc1|dwc)\.(weight|bias)", 0) for block in blocks]
+    widths = [size_in(state, rf"{block}norm\d\.(weight|bias)", 0, 1) for block in blocks]
+    hidden = [size_in(state, rf"{block}mlp\.(fc1|dwc)\.(weight|bias)", 0) for block in blocks]
     of_stages = {
         "hidden_sizes": widths,
-        "depths": [_count(state, rf"layers\.{stage}\.blocks\.(\d+)\.") for stage in range(stages)],
-        "num_attention_heads": [_size(state, rf"{block}attn\.w[12]", 1, 4) for block in blocks],
+        "depths": [count_in(state, rf"layers\.{stage}\.blocks\.(\d+)\.") for stage in range(stages)],
+        "num_attention_heads": [size_in(state, rf"{block}attn\.w[12]", 1, 4) for block in blocks],
     }
     for field, found in of_stages.items():
         if found and all(found):
@@ -212,7 +138,7 @@ def h_vittt_facts(state: Mapping[str, Tensor]) -> Iterator[Fact]:
     if stages and all(widths) and all(hidden):
         yield _mlp_ratio([width for width, _ in widths], [value for value, _ in hidden], hidden[0][1])
     rotations = r"layers\.0\.blocks\.0\.(attn\.)?rope\.rotations"
-    sides = [_size(state, rotations, axis, 4) for axis in (0, 1)]
+    sides = [size_in(state, rotations, axis, 4) for axis in (0, 1)]
     if all(sides):
         height, width = (_STEM_STRIDE * side for side, _ in sides)
         yield Fact("image_size", height if height == width else [height, width], sides[0][1])
