@@ -5,12 +5,12 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 extras = {
-    "train": ["accelerate", "datasets", "evaluate"],
+    "train": ["accelerate", "datasets", "evaluate", "pillow"],
     "peft": ["peft"],
     "triton": ["triton; sys_platform == 'linux'"],
 }
 extras["all"] = extras["train"] + extras["peft"] + extras["triton"]
-extras["examples"] = extras["train"] + ["matplotlib", "pillow", "scikit-learn"]
+extras["examples"] = extras["train"] + ["matplotlib", "scikit-learn"]
 extras["test"] = [
     "mypy",
     "onnx",
