@@ -11,6 +11,7 @@ extras = {
 }
 extras["all"] = extras["train"] + extras["peft"] + extras["triton"]
 extras["examples"] = extras["train"] + ["matplotlib", "scikit-learn"]
+extras["nvs"] = extras["examples"] + ["pybullet"]  # a wheel for Python 3.11; built from source on others
 extras["test"] = [
     "mypy",
     "onnx",

@@ -1,9 +1,10 @@
 # Copyright 2026 The hf-ttt authors. Licensed under the Apache License, Version 2.0.
-"""Perplexity, bits per byte and accuracy, against sums by hand."""
+"""Perplexity, bits per byte, accuracy, and the metrics of rendered views, against sums by hand."""
 
 import math
 import subprocess
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -11,7 +12,18 @@ import torch
 
 evaluate = pytest.importorskip("evaluate")
 
-from hf_ttt.metrics import Accuracy, BitsPerByte, Perplexity, sum_token_nll  # noqa: E402
+from hf_ttt.metrics import (  # noqa: E402
+    LPIPS,
+    PSNR,
+    SSIM,
+    Accuracy,
+    BitsPerByte,
+    Perplexity,
+    load_lpips,
+    sum_token_nll,
+    view_squared_error,
+    view_ssim,
+)
 
 NLL = [3.5, 0.0, 120.25, 7.0]
 TOKENS = [2, 0, 40, 5]
@@ -131,3 +143,118 @@ def test_accuracy_by_hand(convert):
 def test_accuracy_of_nothing():
     with pytest.raises(ValueError, match="references is empty"):
         Accuracy(keep_in_memory=True).compute(predictions=[], references=[])
+
+
+def test_psnr_by_hand():
+    """Two views with mean errors 0.01 and 0.0001 have 20 and 40 dB; together they are far from the mean, 30 dB."""
+    rendered = torch.zeros(2, 3, 4, 5)
+    target = torch.tensor([0.1, 0.01]).view(2, 1, 1, 1).expand_as(rendered)
+    error, count = view_squared_error(rendered, target)
+    assert count.tolist() == [60, 60] and error.tolist() == pytest.approx([0.6, 0.006], rel=1e-6)
+    result = PSNR(keep_in_memory=True).compute(squared_error=error, num_values=count)
+    assert result == pytest.approx({"psnr": 30.0, "psnr_pooled": -10 * math.log10(0.00505)}, rel=1e-6)
+
+
+def test_pooled_psnr_weighs_views_by_their_pixels():
+    result = PSNR(keep_in_memory=True).compute(squared_error=[3.0, 0.0], num_values=[3, 297])
+    assert result == {"psnr": math.inf, "psnr_pooled": pytest.approx(20.0)}
+
+
+def test_errors_of_views_keep_the_dimensions_before_them_and_low_precision():
+    """bfloat16 would lose what is added to a sum of 256 (its next number is 258)."""
+    rendered, target = torch.ones(2, 3, 3, 20, 20, dtype=torch.bfloat16), torch.zeros(2, 3, 3, 20, 20)
+    assert view_squared_error(rendered, target)[0].tolist() == [[1200.0] * 3] * 2
+    assert view_ssim(rendered, target).shape == (2, 3)
+
+
+def ssim_by_loops(x: np.ndarray, y: np.ndarray) -> float:
+    """The definition, window by window, over images [3, h, w]."""
+    places = np.arange(11) - 5
+    window = np.exp(-(places[:, None] ** 2 + places**2) / (2 * 1.5**2))
+    window /= window.sum()
+    values = []
+    for a, b in zip(x, y, strict=True):
+        for i in range(a.shape[0] - 10):
+            for j in range(a.shape[1] - 10):
+                p, q = a[i : i + 11, j : j + 11], b[i : i + 11, j : j + 11]
+                mp, mq = (window * p).sum(), (window * q).sum()
+                vp, vq = (window * (p - mp) ** 2).sum(), (window * (q - mq) ** 2).sum()
+                c = (window * (p - mp) * (q - mq)).sum()
+                top = (2 * mp * mq + 1e-4) * (2 * c + 9e-4)
+                values.append(top / ((mp**2 + mq**2 + 1e-4) * (vp + vq + 9e-4)))
+    return float(np.mean(values))
+
+
+def test_ssim_by_loops():
+    """The window fits into the image 3 × 6 times, and nothing is added around it."""
+    x, y = np.random.default_rng(0).random((2, 3, 13, 16))
+    y = 0.7 * x + 0.3 * y
+    found = view_ssim(torch.tensor(x)[None], torch.tensor(y)[None])
+    assert found.item() == pytest.approx(ssim_by_loops(x, y), rel=1e-10)
+
+
+def test_ssim_of_plain_images_by_hand():
+    """Without variance only the means count; an image is like itself, whatever is in it."""
+    plain = torch.full((1, 3, 11, 11), 0.5, dtype=torch.float64)
+    expected = (2 * 0.5 * 0.25 + 1e-4) / (0.5**2 + 0.25**2 + 1e-4)
+    assert view_ssim(plain, plain / 2).item() == pytest.approx(expected, rel=1e-9)
+    noise = torch.rand(4, 3, 12, 15)
+    assert view_ssim(noise, noise).tolist() == pytest.approx([1.0] * 4, rel=1e-12)
+
+
+def test_means_of_views():
+    assert SSIM(keep_in_memory=True).compute(ssim=[0.25, 0.75]) == {"ssim": 0.5}
+    assert LPIPS(keep_in_memory=True).compute(lpips=[0.1, 0.2, 0.6]) == {"lpips": pytest.approx(0.3)}
+
+
+@pytest.mark.parametrize(
+    "metric, row, message",
+    [
+        (PSNR, {"squared_error": [], "num_values": []}, "num_values must be at least 1"),
+        (PSNR, {"squared_error": [1.0, 1.0], "num_values": [3, 0]}, "num_values must be at least 1"),
+        (SSIM, {"ssim": []}, "ssim is empty"),
+        (LPIPS, {"lpips": []}, "lpips is empty"),
+    ],
+)
+def test_metrics_of_no_views(metric, row, message):
+    with pytest.raises(ValueError, match=message):
+        metric(keep_in_memory=True).compute(**row)
+
+
+@pytest.mark.parametrize("measure", [view_squared_error, view_ssim])
+@pytest.mark.parametrize("shapes", [((2, 3, 16, 16), (1, 3, 16, 16)), ((3, 16, 16),) * 2, ((1, 16, 16, 3),) * 2])
+def test_what_is_no_pair_of_views(measure, shapes):
+    with pytest.raises(ValueError, match="expected both to be"):
+        measure(*(torch.zeros(shape) for shape in shapes))
+
+
+def test_ssim_of_images_smaller_than_its_window():
+    with pytest.raises(ValueError, match="10 × 16; the window needs 11 × 11"):
+        view_ssim(torch.zeros(1, 3, 10, 16), torch.zeros(1, 3, 10, 16))
+
+
+def test_lpips_gets_batches_of_images_in_its_range(monkeypatch):
+    """Its network takes [N, 3, h, w] and, with normalize, values from 0 to 1; no gradient reaches its weights."""
+
+    class Network(torch.nn.Module):
+        def __init__(self, net, verbose):
+            super().__init__()
+            self.net, self.weight = net, torch.nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, x, y, normalize):
+            assert normalize and x.dim() == 4 and not self.training and self.net == "alex"
+            return self.weight * (x - y).abs().mean((1, 2, 3), keepdim=True)
+
+    monkeypatch.setitem(sys.modules, "lpips", types.SimpleNamespace(LPIPS=Network))
+    rendered = torch.zeros(2, 3, 3, 8, 8, requires_grad=True)
+    target = torch.linspace(0, 0.5, 6).view(2, 3, 1, 1, 1).expand_as(rendered)
+    distance = load_lpips("alex")(rendered, target)
+    torch.testing.assert_close(distance, 2 * target[:, :, 0, 0, 0])
+    distance.sum().backward()
+    assert rendered.grad.abs().sum() > 0
+
+
+def test_lpips_without_its_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "lpips", None)
+    with pytest.raises(ImportError, match="pip install lpips"):
+        load_lpips()

@@ -1,9 +1,10 @@
 # Copyright 2026 The hf-ttt authors. Licensed under the Apache License, Version 2.0.
-"""Metrics of language models and classifiers, as `evaluate.Metric` classes that work offline.
+"""Metrics of language models, classifiers and rendered views, as `evaluate.Metric` classes that work offline.
 
 Those of language models add up negative log-likelihoods in nats, so they take a row per token, per sequence or per
-batch, whatever is at hand, and the result does not depend on how the text was cut into rows. `import hf_ttt` does not
-load this module: it needs the extra `train` (`pip install hf-ttt[train]`).
+batch, whatever is at hand, and the result does not depend on how the text was cut into rows. Those of views likewise
+take numbers of each view. `import hf_ttt` does not load this module: it needs the extra `train`
+(`pip install hf-ttt[train]`).
 
     metric = Perplexity()
     for batch in batches:
@@ -15,13 +16,15 @@ load this module: it needs the extra `train` (`pip install hf-ttt[train]`).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import datasets
 import evaluate
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+SSIM_WINDOW, SSIM_SIGMA = 11, 1.5  # pixels
 
 
 def sum_token_nll(logits: Tensor, labels: Tensor, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
@@ -129,3 +132,175 @@ class Accuracy(evaluate.Metric):
             raise ValueError("references is empty: the accuracy of no examples is not defined; give at least one")
         right = sum(int(p == r) for p, r in zip(predictions, references, strict=True))
         return {"accuracy": right / len(references)}
+
+
+def view_squared_error(rendered: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Squared error of each view, summed over its pixels and channels.
+
+    Args:
+        rendered, target: [..., 3, h, w], floats in [0, 1]; computed in at least float32.
+
+    Returns:
+        `squared_error` [...] (float64) and `num_values` [...] (int64), how many values were added up.
+
+    Raises:
+        ValueError: for shapes that differ, or are not of images.
+    """
+    rendered, target = _as_views(rendered, target)
+    error = (rendered - target).square().double().sum((-3, -2, -1))
+    return error, torch.full_like(error, math.prod(rendered.shape[-3:]), dtype=torch.int64)
+
+
+def view_ssim(rendered: Tensor, target: Tensor) -> Tensor:
+    """Structural similarity of each view (Wang et al. 2004), between −1 and 1, which is equality.
+
+        ssim = mean of (2 μx μy + c1) (2 σxy + c2) / ((μx² + μy² + c1) (σx² + σy² + c2))
+
+    with c1 = 0.01², c2 = 0.03², and means under a Gaussian window of 11 × 11 pixels and standard deviation 1.5, taken
+    where the window fits into the image, over all three channels.
+
+    Args:
+        rendered, target: [..., 3, h, w], floats in [0, 1], with h and w at least 11; computed in float64.
+
+    Returns:
+        [...] (float64).
+
+    Raises:
+        ValueError: for shapes that differ, are not of images, or are smaller than the window.
+    """
+    rendered, target = _as_views(rendered, target)
+    *views, channels, height, width = rendered.shape
+    if min(height, width) < SSIM_WINDOW:
+        raise ValueError(f"rendered has images of {height} × {width}; the window needs {SSIM_WINDOW} × {SSIM_WINDOW}")
+    x, y = (t.double().reshape(-1, 1, height, width) for t in (rendered, target))
+    offsets = torch.arange(SSIM_WINDOW, dtype=torch.float64, device=x.device) - SSIM_WINDOW // 2
+    window = torch.exp(-offsets.square() / (2 * SSIM_SIGMA**2))
+    window = window / window.sum()
+
+    def blur(t: Tensor) -> Tensor:
+        return F.conv2d(F.conv2d(t, window.view(1, 1, -1, 1)), window.view(1, 1, 1, -1))
+
+    mean_x, mean_y = blur(x), blur(y)
+    var_x, var_y = blur(x * x) - mean_x**2, blur(y * y) - mean_y**2
+    covariance = blur(x * y) - mean_x * mean_y
+    c1, c2 = 0.01**2, 0.03**2
+    ssim = (2 * mean_x * mean_y + c1) * (2 * covariance + c2)
+    ssim = ssim / ((mean_x**2 + mean_y**2 + c1) * (var_x + var_y + c2))
+    return ssim.mean((1, 2, 3)).reshape(*views, channels).mean(-1)
+
+
+def load_lpips(net: str = "vgg") -> Callable[[Tensor, Tensor], Tensor]:
+    """Learned perceptual distance of views (Zhang et al. 2018), by the package lpips; differentiable.
+
+    Args:
+        net: the network that compares, "vgg" (as published with LaCT), "alex" or "squeeze"; lpips has torchvision
+            fetch its weights.
+
+    Returns:
+        A function of `rendered` and `target` [..., 3, h, w] in [0, 1] that gives distances [...].
+
+    Raises:
+        ImportError: without lpips.
+    """
+    try:
+        import lpips
+    except ImportError as error:
+        raise ImportError("LPIPS needs the package lpips (and with it torchvision): pip install lpips") from error
+    network = lpips.LPIPS(net=net, verbose=False).eval().requires_grad_(False)
+
+    def distance(rendered: Tensor, target: Tensor) -> Tensor:
+        rendered, target = _as_views(rendered, target)
+        network.to(rendered.device)
+        flat = (t.flatten(0, -4) for t in (rendered, target))
+        return network(*flat, normalize=True).reshape(rendered.shape[:-3])
+
+    return distance
+
+
+def _as_views(rendered: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """The same, in one floating type of at least float32."""
+    if rendered.shape != target.shape or rendered.dim() < 4 or rendered.shape[-3] != 3 or 0 in rendered.shape:
+        raise ValueError(
+            f"rendered has shape {list(rendered.shape)} and target {list(target.shape)}; expected both to be "
+            "[views, 3, height, width], with any further dimensions before"
+        )
+    dtype = torch.promote_types(torch.promote_types(rendered.dtype, target.dtype), torch.float32)
+    return rendered.to(dtype), target.to(dtype)
+
+
+def _decibels(mean_squared_error: float) -> float:
+    return -10 * math.log10(mean_squared_error) if mean_squared_error > 0 else math.inf
+
+
+class PSNR(evaluate.Metric):
+    """Peak signal-to-noise ratio of rendered views with values in [0, 1], in decibels.
+
+        psnr = mean of −10 log10(squared_error / num_values)
+        psnr_pooled = −10 log10(Σ squared_error / Σ num_values)
+
+    `add`, `add_batch` and `compute` take what `view_squared_error` gives: `squared_error` (float64) and `num_values`
+    (int64) of each view. `compute` returns `{"psnr": float, "psnr_pooled": float}`, infinite where there is no error
+    (`psnr` already where one view has none), and raises a ValueError if there are no views or a view has no values.
+    """
+
+    def _info(self) -> evaluate.MetricInfo:
+        return evaluate.MetricInfo(
+            description="Peak signal-to-noise ratio of views in [0, 1]: mean of the views', and of the pooled error.",
+            citation="",
+            inputs_description="squared_error: summed over each view. num_values: pixels times channels of each.",
+            features=datasets.Features(
+                {"squared_error": datasets.Value("float64"), "num_values": datasets.Value("int64")}
+            ),
+        )
+
+    def _compute(self, squared_error: Sequence[float], num_values: Sequence[int]) -> dict[str, float]:
+        if min(num_values, default=0) < 1:
+            raise ValueError(f"num_values must be at least 1 for each view; got {len(num_values)} views, {num_values}")
+        each = [_decibels(error / count) for error, count in zip(squared_error, num_values, strict=True)]
+        return {
+            "psnr": math.fsum(each) / len(each),
+            "psnr_pooled": _decibels(math.fsum(squared_error) / sum(num_values)),
+        }
+
+
+class SSIM(evaluate.Metric):
+    """Mean structural similarity of rendered views.
+
+    `add`, `add_batch` and `compute` take `ssim` (float64) of each view, as `view_ssim` gives it. `compute` returns
+    `{"ssim": float}` and raises a ValueError if there are no views.
+    """
+
+    def _info(self) -> evaluate.MetricInfo:
+        return _info_of_means("ssim", "Mean structural similarity of views.")
+
+    def _compute(self, ssim: Sequence[float]) -> dict[str, float]:
+        return _mean_of_views("ssim", ssim)
+
+
+class LPIPS(evaluate.Metric):
+    """Mean learned perceptual distance of rendered views; 0 is best.
+
+    `add`, `add_batch` and `compute` take `lpips` (float64) of each view, as the function that `load_lpips` returns
+    gives it. `compute` returns `{"lpips": float}` and raises a ValueError if there are no views.
+    """
+
+    def _info(self) -> evaluate.MetricInfo:
+        return _info_of_means("lpips", "Mean learned perceptual distance of views.")
+
+    def _compute(self, lpips: Sequence[float]) -> dict[str, float]:
+        return _mean_of_views("lpips", lpips)
+
+
+def _info_of_means(name: str, description: str) -> evaluate.MetricInfo:
+    return evaluate.MetricInfo(
+        description=description,
+        citation="",
+        inputs_description=f"{name}: of each view.",
+        features=datasets.Features({name: datasets.Value("float64")}),
+    )
+
+
+def _mean_of_views(name: str, values: Sequence[float]) -> dict[str, float]:
+    if len(values) == 0:
+        raise ValueError(f"{name} is empty: the mean of no views is not defined; give at least one")
+    return {name: math.fsum(values) / len(values)}

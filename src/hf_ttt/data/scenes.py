@@ -469,7 +469,10 @@ class SceneDataset(TorchDataset):
         scene = self.scenes[index]
         rng = random.Random(torch.randint(2**62, ()).item() if self.seed is None else f"{self.seed} {index}")
         counts = len(scene["file_path"]), self.num_input, self.num_target
-        inputs, targets = sample_views(*counts, rng, self.frame_gap, scene["name"])
+        return self.sample(scene, *sample_views(*counts, rng, self.frame_gap, scene["name"]))
+
+    def sample(self, scene: dict[str, Any], inputs: Sequence[int], targets: Sequence[int]) -> dict[str, Tensor]:
+        """The same, for chosen views of a row of `load_scenes`."""
         views = [self._views(scene, chosen) for chosen in (inputs, targets)]
         arguments = {**views[0], **{f"target_{key}": value for key, value in views[1].items()}}
         return {key: value[0] for key, value in self.processor(**arguments, camera_convention="opencv").items()}
