@@ -129,7 +129,7 @@ class NVSTrainingArguments(TrainingArguments):
 
     per_device_train_batch_size: int = field(default=2, metadata={"help": "Scenes in a batch of training."})
     per_device_eval_batch_size: int = field(default=8, metadata={"help": "Scenes in a batch of evaluation."})
-    max_steps: int = field(default=3500, metadata={"help": "Steps of training."})
+    max_steps: int = field(default=2400, metadata={"help": "Steps of training."})
     learning_rate: float = field(default=2e-3, metadata={"help": "Greatest learning rate."})
     lr_scheduler_type: str = field(default="cosine", metadata={"help": "How the learning rate falls."})
     warmup_steps: float = field(default=0.05, metadata={"help": "Steps of warm-up; below 1, their share."})
@@ -138,7 +138,7 @@ class NVSTrainingArguments(TrainingArguments):
     max_grad_norm: float = field(default=0.0, metadata={"help": "Not used; see --clip_grad_norm."})
     logging_steps: float = field(default=50, metadata={"help": "Steps between two values of the loss."})
     eval_strategy: str = field(default="steps", metadata={"help": "When to evaluate in training: no, steps or epoch."})
-    eval_steps: float | None = field(default=0.1, metadata={"help": "Steps between two evaluations, or their share."})
+    eval_steps: float | None = field(default=0.2, metadata={"help": "Steps between two evaluations, or their share."})
     save_steps: float = field(default=0.25, metadata={"help": "Steps between two checkpoints, or their share."})
     save_total_limit: int | None = field(default=1, metadata={"help": "Checkpoints that are kept."})
     bf16: bool | None = field(default=None, metadata={"help": "Use bfloat16. Default: on a GPU that has it."})
