@@ -2,5 +2,6 @@
 """What TTT layers compute, seen as linear attention."""
 
 from .attention import attention_map
+from .linear_attention import LinearAttentionForm, TTTCall, linear_attention_form, record_calls
 
-__all__ = ["attention_map"]
+__all__ = ["LinearAttentionForm", "TTTCall", "attention_map", "linear_attention_form", "record_calls"]
