@@ -32,7 +32,7 @@ if __name__ == "__main__":
     os.environ["TRITON_ALWAYS_COMPILE"] = "1"  # what was compiled before has no log
 
 import hf_ttt  # noqa: E402
-from hf_ttt.ttt_triton import AOTCase, triton  # noqa: E402
+from hf_ttt.ttt_triton import LEAST_SHARED_MEMORY, AOTCase, triton  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results"
 MAX_SPILL = 64  # bytes for each thread: a few come and go between versions of the compiler
@@ -50,7 +50,7 @@ class Target(NamedTuple):
 
 
 TARGETS = {
-    "sm_80": Target("cuda", 80, 32, 163 * 1024, "mma.sync", "mma.sync"),
+    "sm_80": Target("cuda", 80, 32, LEAST_SHARED_MEMORY, "mma.sync", "mma.sync"),  # of sm_86, which runs it too
     "sm_90": Target("cuda", 90, 32, 227 * 1024, "wgmma.mma_async", "mma.sync"),
     "sm_100": Target("cuda", 100, 32, 227 * 1024, "tcgen05.mma", "mma.sync"),
     "gfx942": Target("hip", "gfx942", 64, 64 * 1024, "v_mfma", "v_mfma"),

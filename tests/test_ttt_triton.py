@@ -8,6 +8,7 @@ import logging
 import os
 import subprocess
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -84,8 +85,26 @@ def test_availability(monkeypatch):
             check_available(there)
 
 
+@pytest.mark.parametrize("size", [64 * 1024, 99 * 1024])
+def test_a_gpu_with_little_shared_memory(monkeypatch, size):
+    """Tiles for large GPUs ran out of shared memory on a T4; it has no kernels here, and 99 KiB are enough."""
+    monkeypatch.setattr(hf_ttt.ttt_triton, "INTERPRETED", False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    properties = types.SimpleNamespace(shared_memory_per_block_optin=size)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert is_available(GPU) == (size > 64 * 1024)
+    if size > 64 * 1024:
+        check_available(GPU)
+    else:
+        with pytest.raises(ImportError, match="shared memory a program, which Tesla T4 has not.*backend='torch'"):
+            check_available(GPU)
+
+
 WITHOUT_TRITON = f"""
 import sys
+import types
 sys.path[:] = {sys.path!r}
 sys.modules["triton"] = None
 from hf_ttt import ttt_triton

@@ -49,6 +49,7 @@ except ImportError:
 INTERPRETED = triton is not None and os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
+LEAST_SHARED_MEMORY = 99 * 1024  # bytes a program: the kernels of sm_80 take up to 80 KiB, and GPUs have 64 KiB or this
 
 
 class AOTCase(NamedTuple):
@@ -82,9 +83,19 @@ def block(width: int) -> int:
 
 
 def is_available(device: torch.device | str) -> bool:
-    """Whether kernels run on this device: Triton is there, and the device is a GPU, "meta", where nothing runs, or
-    kernels are interpreted."""
-    return triton is not None and (INTERPRETED or torch.device(device).type in ("cuda", "meta"))
+    """Whether kernels run on this device: Triton is there, and the device is a GPU with enough shared memory, "meta",
+    where nothing runs, or kernels are interpreted."""
+    device = torch.device(device)
+    if triton is None:
+        return False
+    return INTERPRETED or device.type == "meta" or (device.type == "cuda" and not is_too_small(device))
+
+
+def is_too_small(device: torch.device) -> bool:
+    """Whether a GPU of NVIDIA has less shared memory than the kernels of the oldest target take."""
+    if not torch.cuda.is_available() or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin < LEAST_SHARED_MEMORY
 
 
 def check_available(device: torch.device | str | None = None) -> None:
@@ -99,6 +110,11 @@ def check_available(device: torch.device | str | None = None) -> None:
     if triton is None:
         raise ImportError(
             f"backend='triton' needs Triton, which is not installed: run `pip install triton`, or {otherwise}"
+        )
+    if not is_available(device) and torch.device(device).type == "cuda":
+        raise ImportError(
+            f"backend='triton' needs {LEAST_SHARED_MEMORY} bytes of shared memory a program, which "
+            f"{torch.cuda.get_device_name(device)} has not (compute capability 8.0 and later have): {otherwise}"
         )
     if not is_available(device):
         raise ImportError(
