@@ -17,7 +17,7 @@ from transformers import Trainer, TrainingArguments
 from hf_ttt import LaCTNVSProcessor
 from hf_ttt.data import SceneDataset, collate_scenes, load_scenes, sample_views
 
-pytest.importorskip("datasets", reason="load_scenes makes a datasets.Dataset")
+load_from_disk = pytest.importorskip("datasets", reason="load_scenes makes a datasets.Dataset").load_from_disk
 
 HEIGHT, WIDTH = 20, 30
 FX, FY, CX, CY = 25.0, 26.5, 14.0, 11.0
@@ -203,6 +203,11 @@ def test_images_may_differ_in_size(tmp_path):
             r"w2c of scene 'chair' .*\[1\] has a left-handed",
         ),
         ({"w2c": [[1, 2], [3, 4]]}, r"w2c of scene 'chair' .* is a list with entries of shapes"),
+        ({"file_path": 3}, r"scene 'chair' \(.*\) has file_path=3 in view 1; expected the path of an image"),
+        ({"w": "wide"}, r"scene 'chair' \(.*\) has w='wide' in view 1; expected a number of pixels"),
+        ({"h": 20.5}, r"scene 'chair' \(.*\) has h=20.5 in view 1"),
+        ({"h": -20}, r"scene 'chair' \(.*\) has h=-20 in view 1"),
+        ({"h": math.nan}, r"scene 'chair' \(.*\) has h=nan in view 1"),
         ({"w": WIDTH + 1}, r"scene 'chair' .* states 31 × 20 .* for .*/images/001.png, which is 30 × 20"),
     ],
 )
@@ -250,6 +255,14 @@ def test_an_image_that_was_scaled_after_loading(tmp_path):
     [
         ({"k1": 0.1, "p2": -0.01}, r"scene 'lego' .* distorted cameras \(k1=0.1, p2=-0.01 in view 0\): undistort"),
         ({"camera_model": "OPENCV_FISHEYE"}, r"distorted cameras \(camera_model=OPENCV_FISHEYE in view 0\)"),
+        ({"is_fisheye": True}, r"distorted cameras \(is_fisheye=True in view 0\)"),
+        ({"h": []}, r"scene 'lego' .* has h=\[\] in view 0; expected a number of pixels"),
+        (
+            {"fl_x": None, "fl_y": None, "camera_angle_x": "wide"},
+            r"scene 'lego' .* has camera_angle_x='wide' for view 0; expected radians below π",
+        ),
+        ({"fl_x": None, "fl_y": None, "camera_angle_x": 40}, r"has camera_angle_x=40 for view 0; expected radians"),
+        ({"frames": [{"file_path": None}]}, r"scene 'lego' .* has file_path=None in view 0"),
         ({"fl_x": None, "fl_y": None}, r"scene 'lego' .* has neither 'fl_x' nor 'camera_angle_x' for view 0"),
         ({"frames": None}, r"scene 'lego' .* has no list 'frames'"),
         ({"frames": []}, r"scene 'lego' .* has no views"),
@@ -316,6 +329,8 @@ def test_paths_that_are_refused(tmp_path):
         load_scenes(write_json(file, 3))
     with pytest.raises(FileNotFoundError, match=r"train.json lists 'a/b.json', which is not there"):
         load_scenes(write_json(file, ["a/b.json"]))
+    with pytest.raises(ValueError, match=r"train.json lists 'train.json', which is a list of paths itself"):
+        load_scenes(write_json(file, ["train.json"]))  # did not end
     with pytest.raises(ValueError, match=r"is not of format 'nerf' but looks like 'json'"):
         load_scenes(published(tmp_path / "chair"), format="nerf")
 
@@ -405,6 +420,21 @@ def test_poses_of_rows_are_opencv_whatever_the_processor_reads(scenes):
         SceneDataset(scenes, LaCTNVSProcessor(16, camera_convention=c), 2, 2, seed=3)[0] for c in ("opencv", "opengl")
     ]
     assert torch.equal(samples[0]["camera_to_world"], samples[1]["camera_to_world"])
+
+
+def test_rows_in_other_forms(scenes, tmp_path):
+    """Lists of rows, formatted rows, and those of a data set that was written give the same samples; a stream, whose
+    rows have no numbers, says what would do."""
+    scenes.save_to_disk(tmp_path / "rows")
+    forms = [list(scenes), scenes.with_format("torch"), scenes.with_format("numpy"), load_from_disk(tmp_path / "rows")]
+    want = SceneDataset(scenes, LaCTNVSProcessor(size=16), 2, 2, seed=3)[1]
+    for rows in forms:
+        got = SceneDataset(rows, LaCTNVSProcessor(size=16), 2, 2, seed=3)[1]
+        assert got.keys() == want.keys()
+        for name, value in got.items():
+            torch.testing.assert_close(value, want[name], atol=1e-6, rtol=1e-6)
+    with pytest.raises(ValueError, match=r"scenes is a IterableDataset, .*: pass list\(scenes\)"):
+        SceneDataset(scenes.to_iterable_dataset(), LaCTNVSProcessor(size=16), 2, 2)
 
 
 def test_scenes_with_too_few_views(scenes):

@@ -167,3 +167,46 @@ def test_tokens_and_states_of_a_call(rule):
     read = ttt_read(scene.states[0], layer.reads(seen["x"]), rule=config.rule)
     assert_close(layer.c_proj(layer.o_norm(read).flatten(2)), seen["out"], **EXACT)
     assert torch.equal(layer.reads(seen["x"]), tokens.k) is (config.ttt_read_with == "key")
+
+
+def test_hooks_on_the_projections():
+    """A hook on `to_qkv` sees queries, keys and values, as one on `qkv` of the language model; layers used rows of its
+    weight past the call, so that no hook ever ran. The views stay the same."""
+    model, inputs, seen = busy_model(tiny_config("variant2")), all_views(), []
+    want = model(**inputs).rendered
+    layer = model.blocks[0].module_list[1].f
+    hook = layer.to_qkv.register_forward_hook(lambda _, args, output: seen.append((args[0], output)))
+    assert_close(model(**inputs).rendered, want, **CLOSE)
+    tokens, views = [x.shape[1] for x, _ in seen], 12
+    assert set(tokens) == {3 * views, 2 * views}  # of the input views and of the target views
+    x, qkv = seen[0]
+    assert qkv.shape == (2, 3 * views, 3 * 24)
+    assert_close(nn.functional.silu(qkv[..., 48:]).unflatten(-1, (2, 12)), layer.tokens(x).v)
+    hook.remove()
+    count = len(seen)
+    model(**inputs)
+    assert len(seen) == count
+    layer.to_qkv.register_forward_hook(lambda _, args, output: output * 0)  # and it may change them
+    assert (model(**inputs).rendered - want).abs().max() > 1e-3
+
+
+def test_ascent_and_key_on_a_trained_model():
+    """Fields of the inner loop that are set on a model count from the next call on, alone and together, and can be set
+    back; a model that is built with them gives the same."""
+    model, inputs = busy_model(tiny_config("variant2")).double(), to_double(all_views())
+    plain, state = model(**inputs).rendered, model.state_dict()
+    for fields in (
+        {"ttt_direction": "ascent"},
+        {"ttt_read_with": "key"},
+        {"ttt_direction": "ascent", "ttt_read_with": "key", "ttt_inner_steps": 2},
+    ):
+        for name, value in fields.items():
+            setattr(model.config, name, value)
+        got = model(**inputs).rendered
+        assert (got - plain).abs().max() > 1e-3
+        built = LaCTNVSModel(tiny_config("variant2", **fields)).double()
+        rows = 24 if "ttt_read_with" in fields else 0  # such a model has no query projection
+        built.load_state_dict({k: w[rows:] if k.endswith("1.f.to_qkv.weight") else w for k, w in state.items()})
+        assert_close(built(**inputs).rendered, got, **EXACT)
+        model.config.ttt_direction, model.config.ttt_read_with, model.config.ttt_inner_steps = "descent", "query", 1
+        assert torch.equal(model(**inputs).rendered, plain)

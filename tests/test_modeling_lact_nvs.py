@@ -9,7 +9,6 @@ import torch
 from nvs_cases import (
     BLOCK,
     INDEX,
-    RULES,
     all_views,
     busy_model,
     cameras,
@@ -26,13 +25,13 @@ from nvs_cases import (
     to_double,
     variant_config,
 )
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 
 from hf_ttt.configuration_lact_nvs import LaCTNVSConfig
-from hf_ttt.modeling_lact_nvs import LaCTNVSModel, LaCTNVSScene, from_patches, patches, pixel_rays
+from hf_ttt.modeling_lact_nvs import LaCTNVSModel, from_patches, patches, pixel_rays, to_scene
 
 TOLERANCE = INDEX["tolerance"]
 EXACT = {"atol": 1e-10, "rtol": 1e-10}  # float64: 500 times the largest difference measured between two ways, 2e-13
@@ -152,54 +151,6 @@ def test_forward_is_reconstruct_and_render():
     assert want.shape == (2, 2, 3, 12, 16) and 0 < want.min() < want.max() < 1 and want.std() > 0.05
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("normalised", [False, True])
-def test_a_saved_scene_renders_the_same(rule, normalised, tmp_path):
-    """Written to safetensors and read again, of every rule, with and without coordinates of its own."""
-    model, inputs, own = busy_model(tiny_config(rule)), all_views(), {}
-    if normalised:
-        own = {
-            "world_to_scene": cameras(2, 1, 12, 16, 7)["camera_to_world"][:, 0],
-            "scene_scale": torch.tensor([2, 0.5]),
-        }
-    with torch.no_grad():
-        scene = model.reconstruct(**input_views(), **own)
-        scene.save(tmp_path / "scene.safetensors")
-        loaded = LaCTNVSScene.load(tmp_path / "scene.safetensors")
-        for a, b in zip(scene.states, loaded.states, strict=True):
-            assert all(torch.equal(*pair) for pair in zip(a.weights, b.weights, strict=True))
-        views = [model.render(some, *target_cameras(inputs), (12, 16)) for some in (scene, loaded)]
-        assert torch.equal(*views)
-        assert_close(views[0], model(**inputs, **own).rendered, **CLOSE)
-    assert (loaded.world_to_scene is not None) == normalised == (loaded.scene_scale is not None)
-
-
-def test_scenes_can_be_reordered():
-    """Rows of a batch, in another order and more than once."""
-    model, inputs = busy_model(tiny_config()), all_views(batch=3)
-    rows = torch.tensor([2, 0, 2])
-    with torch.no_grad():
-        scene = model.reconstruct(**input_views(batch=3))
-        chosen = scene.index_select(rows)
-        assert (scene.batch_size, chosen.batch_size) == (3, 3)
-        cameras = (value[rows] for value in target_cameras(inputs))
-        assert_close(model.render(chosen, *cameras, (12, 16)), model(**inputs).rendered[rows], **CLOSE)
-
-
-def test_a_scene_has_its_own_coordinates():
-    """Cameras of the world, carried by the scene, render what their normalised counterparts render."""
-    model, inputs, own = busy_model(tiny_config()), all_views(), cameras(2, 1, 12, 16, 7)["camera_to_world"][:, 0]
-    scale, (intrinsics, pose) = torch.tensor([2.0, 0.5]), target_cameras(inputs)
-    moved = own[:, None] @ pose
-    moved[..., :3, 3] *= scale[:, None, None]
-    with torch.no_grad():
-        scene = model.reconstruct(**input_views(), world_to_scene=own, scene_scale=scale)
-        plain = model.reconstruct(**input_views())
-        got, want = (model.render(*args, (12, 16)) for args in ((scene, intrinsics, pose), (plain, intrinsics, moved)))
-        assert_close(got, want, **CLOSE)
-        assert (want - model.render(plain, intrinsics, pose, (12, 16))).abs().max() > 1e-2
-
-
 def test_gradients_flow_through_a_scene():
     """A loss on rendered views trains what made the scene; a detached scene trains the rendering alone."""
     model, inputs = busy_model(tiny_config()).double(), to_double(all_views())
@@ -221,11 +172,15 @@ def test_gradients_flow_through_a_scene():
 
 def test_inference_changes_nothing():
     """LaCT #7: the updated fast weights are the scene's; the parameters and the next call's views stay as they are."""
-    model, inputs = busy_model(tiny_config()), all_views()
+    model, inputs = busy_model(tiny_config(ttt_inner_steps=2)), all_views()
     state = copy.deepcopy(model.state_dict())
     first = model(**inputs).rendered
-    model.reconstruct(**input_views(seed=5))
+    scene = model.reconstruct(**input_views(seed=5))
+    before = [w.clone() for one in scene.states for w in one.weights]
+    model.render(scene, *target_cameras(inputs), (12, 16))
+    assert all(torch.equal(w, old) for w, old in zip((w for s in scene.states for w in s.weights), before, strict=True))
     assert torch.equal(model(**inputs).rendered, first)
+    assert model.state_dict().keys() == state.keys()
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
 
 
@@ -238,7 +193,7 @@ def test_the_order_of_the_input_views_does_not_matter():
         assert_close(a.weights, b.weights, **EXACT)
 
 
-@pytest.mark.parametrize("views", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("views", [1, 2, 3, 4, 5, 10])
 @pytest.mark.parametrize("targets", [1, 2, 3])
 def test_other_resolutions_and_numbers_of_views(views, targets):
     """LaCT #8: other numbers of input and target views, images that are not square, views of another size."""
@@ -283,6 +238,18 @@ def test_skewed_pixels():
     _, directions = pixel_rays(k[None, None], torch.eye(4)[None, None], 4, 8)
     projected = directions[0, 0, 1, 6] @ k.T
     assert_close(projected[:2] / projected[2], torch.tensor([6.5, 1.5]))
+
+
+def test_rays_are_not_rounded():
+    """On a GPU with TF32, as Trainer's tf32=True sets it, a matrix product has three digits, and rays were off by a
+    pixel: they, and cameras on their way into a scene, are computed without one. The numbers are those of products."""
+    given, own = cameras(2, 3, 12, 16), cameras(2, 1, 12, 16, 7)["camera_to_world"][:, 0]
+    pose = given["camera_to_world"]
+    assert flops(to_scene, pose, own, torch.ones(2)) == flops(pixel_rays, *given.values(), 12, 16) == 0
+    assert_close(to_scene(pose, own, None), own[:, None] @ pose)
+    _, directions = pixel_rays(given["intrinsics"], pose, 12, 16)
+    _, local = pixel_rays(given["intrinsics"], torch.eye(4).expand(2, 3, 4, 4), 12, 16)
+    assert_close(directions, torch.einsum("bvij,bvhwj->bvhwi", pose[..., :3, :3], local))
 
 
 def test_patches():
@@ -455,6 +422,31 @@ def test_save_and_load(tmp_path):
             assert_close(again(**inputs).rendered, model(**inputs).rendered, **CLOSE)
 
 
+@pytest.mark.parametrize("offload", ["cpu_offload", "disk_offload"])
+def test_offloaded_weights(offload, tmp_path):
+    """accelerate brings weights when their module is called: those that were used past the call were not there."""
+    accelerate = pytest.importorskip("accelerate", reason="it offloads the weights")
+    model, inputs = busy_model(tiny_config("variant2")), all_views()
+    with torch.no_grad():
+        want = model(**inputs).rendered
+        model.reconstruct(**input_views()).save(tmp_path / "scene.safetensors")
+        folder = [tmp_path / "weights"] if offload == "disk_offload" else []
+        getattr(accelerate, offload)(model, *folder, execution_device=torch.device("cpu"))
+        assert all(parameter.is_meta for parameter in model.parameters())
+        assert_close(model(**inputs).rendered, want, **CLOSE)
+        scene = model.load_scene(tmp_path / "scene.safetensors")
+        assert_close(model.render(scene, *target_cameras(inputs), (12, 16)), want, **CLOSE)
+
+
+def test_compiled():
+    """One graph without breaks, with the same views, and gradients."""
+    model, inputs = busy_model(tiny_config("variant6", num_hidden_layers=1)), all_views()
+    output = torch.compile(model, fullgraph=True, backend="eager")(**inputs)
+    assert_close(output.rendered, model(**inputs).rendered, **CLOSE)
+    output.loss.backward()
+    assert all(grad.isfinite().all() for grad in gradients(model).values())
+
+
 def test_output_as_tuple():
     """Loss and views; without target images the views alone."""
     model, inputs = busy_model(tiny_config()), all_views()
@@ -554,6 +546,7 @@ def test_what_cannot_be_rendered():
     scene, (intrinsics, pose) = model.reconstruct(**input_views()), cameras(2, 1, 12, 16).values()
     for size, message in (
         ((12, 15), "size has height 12 and width 15, which must be multiples of patch_size=4"),
+        ((12.0, 16.0), r"size=\(12.0, 16.0\) must be \(height, width\), two integers"),
         (12, r"size=12 must be \(height, width\)"),
         ((12, 16, 3), r"size=\(12, 16, 3\) must be \(height, width\)"),
     ):
@@ -566,14 +559,9 @@ def test_what_cannot_be_rendered():
     deeper = busy_model(tiny_config(num_hidden_layers=3))
     with pytest.raises(ValueError, match="scene has 2 states where this model has 3 TTT layers"):
         deeper.render(scene, intrinsics, pose, (12, 16))
-
-
-def test_a_file_that_is_no_scene(tmp_path):
-    path = tmp_path / "x.safetensors"
-    for tensors in ({}, {"0.w0": torch.zeros(1)}, {"a": torch.zeros(1), "b": torch.ones(1), "c": torch.ones(1)}):
-        save_file(tensors, path)
-        with pytest.raises(ValueError, match=rf"path='.*x.safetensors' has tensors {', '.join(tensors) or 'none'}: it"):
-            LaCTNVSScene.load(path)
+    hidden = busy_model(tiny_config(block_config=[BLOCK[0], {**BLOCK[1], "inter_multi": 2}, BLOCK[2]]))
+    with pytest.raises(ValueError, match=r"scene has w1 of shape \[2, 12, 12\] in state 0 .* model has \[2, 12, 24\]"):
+        hidden.render(scene, intrinsics, pose, (12, 16))
 
 
 def test_parallel_where_it_is_not_exact():

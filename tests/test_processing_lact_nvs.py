@@ -20,6 +20,7 @@ import hf_ttt
 from hf_ttt import LaCTNVSConfig, LaCTNVSModel, LaCTNVSProcessor
 
 FILTER = 1e-6  # of Pillow's filter in float32; values are at most 1
+EYES = torch.eye(4).expand(2, 4, 4)
 BLOCKS = [{"type": "attention", "head_dim": 8}, {"type": "ttt"}, {"type": "mlp", "inter_multi": 2}]
 
 
@@ -238,6 +239,90 @@ def test_arrays_are_returned_where_asked_for():
     assert {type(value) for value in process(return_tensors="np").values()} == {np.ndarray}
 
 
+def test_types_are_those_of_images():
+    """`inputs.to(torch.bfloat16)`, the usual line of transformers, rounded cameras to three digits: rays were off by
+    pixels. Images take the type, cameras stay float32; `to` with a device moves both."""
+    done = process(normalize_scene=True, target_intrinsics=[50, 50, 30, 20], target_camera_to_world=poses(1))
+    before = {name: value.clone() for name, value in done.items()}
+    assert done.to(torch.bfloat16) is done
+    for name, value in done.items():
+        kept = not name.endswith("pixel_values")
+        assert value.dtype == (torch.float32 if kept else torch.bfloat16), name
+        assert torch.equal(value, before[name].to(value.dtype))
+    moved = done.to("meta", dtype=torch.float64)
+    assert {value.device.type for value in moved.values()} == {"meta"}
+    assert moved.pixel_values.dtype == torch.float64 and moved.intrinsics.dtype == torch.float32
+    assert set(process(return_tensors="np").to("cpu")) == {"pixel_values", "intrinsics", "camera_to_world"}
+
+
+def test_a_principal_point_outside_of_its_image(monkeypatch):
+    """Intrinsics of the full resolution with smaller images are the usual mistake, and rendered a grey blur in silence:
+    a warning names both."""
+    said = []
+    monkeypatch.setattr("hf_ttt.processing_lact_nvs.logger.warning_once", said.append)
+    process()
+    process(intrinsics=[50, 55, 59.5, 0.5])
+    assert not said
+    process(intrinsics=[200, 220, 124, 18])
+    assert said[0] == (
+        "intrinsics have the principal point (124, 18) outside of an image of 60 × 40 pixels (width × height): are "
+        "they of images of another size?"
+    )
+    assert len(said) == 2  # one for each image; transformers' logger says each text once
+
+
+def test_numbers_of_numpy_are_sides():
+    """`image.shape` of some libraries; they are saved as JSON."""
+    processor = LaCTNVSProcessor(size=(np.int64(16), np.int32(24)))
+    assert json.loads(processor.to_json_string())["size"] == {"height": 16, "width": 24}
+
+
+# ---- new cameras of a scene that is there ----
+
+
+def test_new_cameras_without_images():
+    """Cameras in every convention for `render`, in another process than the images: as the targets of a call."""
+    model, new = tiny_model(), poses(3, seed=4)
+    flip = torch.diag(torch.tensor([1.0, -1, -1, 1], dtype=F64))
+    processor, k = LaCTNVSProcessor(size=(16, 24)), [50.0, 55.0, 31.0, 18.0]
+    done = processor(**scene(), target_intrinsics=k, target_camera_to_world=new)
+    given = {name: done[name] for name in ("pixel_values", "intrinsics", "camera_to_world")}
+    matrix = torch.tensor([[50.0, 0, 31], [0, 55, 18], [0, 0, 1]])
+    for intrinsics, cameras in (
+        (k, {"camera_to_world": new}),
+        (matrix, {"world_to_camera": torch.linalg.inv(new)}),
+        ([k] * 3, {"camera_to_world": (new @ flip).numpy(), "camera_convention": "opengl"}),
+        ([[k] * 3], {"camera_to_world": new[None]}),
+    ):
+        made = processor.process_cameras(intrinsics, **cameras, image_size=(40, 60))
+        assert torch.equal(made.intrinsics, done.target_intrinsics)
+        torch.testing.assert_close(made.camera_to_world, done.target_camera_to_world)
+    with torch.no_grad():
+        views = model.render(model.reconstruct(**given), **made, size=(16, 24))
+        torch.testing.assert_close(views, model(**done).rendered, atol=1e-5, rtol=0)
+    plain = processor.process_cameras(k, new)  # in pixels of what is rendered, of any size
+    assert torch.equal(plain.intrinsics, torch.tensor(k).expand(1, 3, 4))
+    both = processor.process_cameras(k, new.expand(2, 3, 4, 4), image_size=(40, 60), size=(40, 60))
+    assert both.camera_to_world.shape == (2, 3, 4, 4) and torch.equal(both.intrinsics[1], plain.intrinsics[0])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "^neither of camera_to_world and world_to_camera came"),
+        ({"camera_to_world": torch.eye(4)}, r"^camera_to_world has 2 dimensions; expected \[views, 4, 4\]"),
+        ({"camera_to_world": -torch.eye(4)[None]}, r"^camera_to_world\[0\] has the last row"),
+        ({"world_to_camera": EYES * torch.tensor([1, 1, -1, 1])}, r"^world_to_camera\[0\] has a left-handed rotation"),
+        ({"camera_to_world": [["x"]]}, "^camera_to_world holds 'x', which is not a number"),
+        ({"camera_to_world": torch.eye(4)[None], "image_size": (4, 5, 6)}, r"^size=\(4, 5, 6\) is not a size"),
+        ({"camera_to_world": torch.eye(4)[None], "intrinsics": [[9, 9, 4, 4]] * 2}, r"^intrinsics has shape \[2, 4\]"),
+    ],
+)
+def test_new_cameras_that_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        LaCTNVSProcessor().process_cameras(**{"intrinsics": [9, 9, 4, 4], **arguments})
+
+
 # ---- normalisation and targets ----
 
 
@@ -303,6 +388,8 @@ def test_rendered_views_become_images():
     views = LaCTNVSProcessor().post_process_novel_views(pixels)
     assert [len(scene) for scene in views] == [3, 3] and views[1][2].size == (24, 16) and views[0][0].mode == "RGB"
     assert np.array_equal(np.asarray(views[1][2]), photograph(16, 24))
+    arrays = LaCTNVSProcessor().post_process_novel_views(pixels.numpy())  # predictions of Trainer
+    assert np.array_equal(np.asarray(arrays[1][2]), photograph(16, 24))
     with pytest.raises(ValueError, match=r"rendered has shape \[3, 16, 24\]; expected \[batch, views, 3"):
         LaCTNVSProcessor().post_process_novel_views(pixels[0, 0])
 
@@ -310,7 +397,6 @@ def test_rendered_views_become_images():
 # ---- what is refused ----
 
 GREY16 = Image.fromarray(np.zeros((16, 24), np.uint16))
-EYES = torch.eye(4).expand(2, 4, 4)
 
 
 @pytest.mark.parametrize(
@@ -373,6 +459,8 @@ def test_what_is_refused(changes, message):
     [
         ({"size": None}, "size=None is not a size"),
         ({"background": (1, 1)}, r"background=\(1, 1\) is not a colour"),
+        ({"background": "white"}, "background='white' is not a colour: expected three numbers from 0 to 1"),
+        ({"background": 1.0}, "background=1.0 is not a colour"),
         ({"camera_convention": "opengl "}, "camera_convention='opengl ' is not one of"),
         ({"scene_extent": 0}, "scene_extent=0 must be greater than 0"),
     ],

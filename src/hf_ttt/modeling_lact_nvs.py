@@ -28,14 +28,9 @@ from transformers.utils import ModelOutput, can_return_tuple
 
 from .configuration_lact_nvs import LaCTNVSConfig
 from .modeling_ttt import TTTPreTrainedModel, accumulation_dtype, keep_unused
+from .scene_lact_nvs import LaCTNVSScene, to_states
 from .ttt_ops import TTT_FUNCTIONS, ttt_read, ttt_update
 from .ttt_state import TTTState, ttt_init
-
-try:  # comes with transformers; guarded, since remote code is refused for naming other packages than torch
-    from safetensors import safe_open
-    from safetensors.torch import save_file
-except ImportError:  # pragma: no cover
-    safe_open = save_file = None  # type: ignore[misc]
 
 NORM_EPS = 1e-5  # of the l2 norm and the norm of the TTT output, as published
 CHANNELS = 12  # of a pixel: origin, direction and moment of its ray, and its colour
@@ -50,8 +45,9 @@ def to_scene(camera_to_world: Tensor, world_to_scene: Tensor | None, scene_scale
     """Poses [B, V, 4, 4] in a scene's own coordinates: p ↦ scale · (world_to_scene p), for world_to_scene [B, 4, 4] and
     scene_scale [B]; None for the identity and 1."""
     pose = camera_to_world
-    if world_to_scene is not None:
-        pose = world_to_scene[:, None].to(pose.dtype) @ pose
+    if world_to_scene is not None:  # a sum, since a product may be computed in fewer digits (TF32, bfloat16)
+        matrix = world_to_scene[:, None].to(pose.dtype)
+        pose = (matrix[..., :, :, None] * pose[..., None, :, :]).sum(-2)
     if scene_scale is not None:
         origin = pose[..., :3, 3:] * scene_scale.to(pose.dtype).view(-1, 1, 1, 1)
         pose = torch.cat([torch.cat([pose[..., :3, :3], origin], -1), pose[..., 3:, :]], -2)
@@ -74,12 +70,10 @@ def pixel_rays(intrinsics: Tensor, camera_to_world: Tensor, height: int, width: 
     rows, columns = (torch.arange(n, device=fx.device, dtype=fx.dtype) + 0.5 for n in (height, width))
     y = (rows[:, None] - cy) / fy
     x = (columns[None, :] - cx - skew * y) / fx
-    x, y = torch.broadcast_tensors(x, y)
-    directions = torch.stack([x, y, torch.ones_like(x)], -1)
-    rotation, origin = camera_to_world[..., :3, :3], camera_to_world[..., :3, 3]
-    directions = torch.einsum("bvij,bvhwj->bvhwi", rotation, directions)
+    right, down, forward, origin = camera_to_world[:, :, None, None, :3].unbind(-1)
+    directions = x[..., None] * right + y[..., None] * down + forward
     directions = directions / torch.linalg.vector_norm(directions, dim=-1, keepdim=True)
-    return origin[:, :, None, None].expand_as(directions), directions
+    return origin.expand_as(directions), directions
 
 
 def patches(x: Tensor, size: int) -> Tensor:
@@ -97,9 +91,12 @@ def from_patches(x: Tensor, size: int, height: int, width: int) -> Tensor:
 
 def plain_weight(layer: nn.Module) -> Tensor | None:
     """The weight of a linear layer that may be computed in parts or in another type; None for a layer that has an
-    adapter, or is quantised or sharded, which must be called."""
+    adapter or a hook, or is quantised, sharded or offloaded, which must be called."""
     weight = getattr(layer, "weight", None)
-    return weight if type(layer) is nn.Linear and type(weight) is nn.Parameter else None
+    plain = type(layer) is nn.Linear and type(weight) is nn.Parameter
+    hooks = layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks
+    hooked = any(map(len, hooks)) or "forward" in layer.__dict__  # the last by accelerate
+    return weight if plain and not hooked else None
 
 
 def eager_attention_forward(
@@ -236,8 +233,11 @@ class LaCTNVSFastWeight(nn.Module):
         w1 = state.w1 if config.ttt_learnable_lr else keep_unused(state.w1, self.lr_fc.weight, self.lr_fc.bias)
         return TTTState(state.w0, w1, state.w2)
 
-    def forward(self, x: Tensor, state: TTTState) -> Tensor:
-        """Read the fast weights of a state: x [B, T, D] → [B, T, D]."""
+    def forward(self, x: Tensor, state: TTTState | None = None) -> Tensor | TTTState:
+        """Read the fast weights of a state: x [B, T, D] → [B, T, D]. Without one, `update`: adapters of the weights are
+        active only within calls."""
+        if state is None:
+            return self.update(x)
         out = ttt_read(state, self.reads(x), rule=self.config.rule, backend=self.config.ttt_backend)
         return self.c_proj(self.o_norm(out).flatten(2))
 
@@ -295,81 +295,11 @@ class LaCTNVSBlock(GradientCheckpointingLayer):
                 continue
             flat = normed.flatten(1, 2)
             if not weights:
-                states.append(module.f.update(flat))
+                states.append(module.f(flat))
             if not weights and is_last and i == self.ttt_places[-1]:
                 break
             x = x + module.f(flat, states[self.ttt_places.index(i)]).unflatten(1, x.shape[1:3])
         return x, *(w for state in states for w in state.weights)
-
-
-def to_states(weights: Sequence[Tensor]) -> list[TTTState]:
-    """States of TTT layers out of their w0, w1, w2, one after another."""
-    return [TTTState(*weights[i : i + 3]) for i in range(0, len(weights), 3)]
-
-
-@dataclass
-class LaCTNVSScene:
-    """A scene, as the model holds it: fast weights, whose size does not depend on the number of input views.
-
-    Attributes:
-        states: of each TTT layer, in order, with w0, w1, w2 for each scene of the batch.
-        world_to_scene: [B, 4, 4] and scene_scale: [B], which take cameras of the world into the scene's coordinates;
-            None where the input views' cameras were given in them.
-    """
-
-    states: list[TTTState]
-    world_to_scene: Tensor | None = None
-    scene_scale: Tensor | None = None
-
-    @property
-    def batch_size(self) -> int:
-        """Number of scenes."""
-        return self.states[0].batch_size
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> LaCTNVSScene:
-        """A new scene with `function` applied to each tensor."""
-        others = (None if t is None else function(t) for t in (self.world_to_scene, self.scene_scale))
-        return LaCTNVSScene([state.map(function) for state in self.states], *others)
-
-    def detach(self) -> LaCTNVSScene:
-        """The same numbers, cut from the graph."""
-        return self.map(Tensor.detach)
-
-    def to(self, device: torch.device | str) -> LaCTNVSScene:
-        """The scene on another device."""
-        return self.map(lambda t: t.to(device))
-
-    def index_select(self, rows: Tensor) -> LaCTNVSScene:
-        """Some scenes of a batch, in the given order."""
-        return self.map(lambda t: t.index_select(0, rows.to(t.device)))
-
-    def _named(self) -> dict[str, Tensor]:
-        named = {f"{i}.{name}": t for i, state in enumerate(self.states) for name, t in state.tensors().items()}
-        others = {"world_to_scene": self.world_to_scene, "scene_scale": self.scene_scale}
-        return named | {name: t for name, t in others.items() if t is not None}
-
-    def save(self, path: str | os.PathLike) -> None:
-        """Write the scene to a safetensors file."""
-        contiguous = torch.contiguous_format
-        tensors = {name: t.detach().clone(memory_format=contiguous) for name, t in self._named().items()}
-        save_file(tensors, os.fspath(path))
-
-    @classmethod
-    def load(cls, path: str | os.PathLike, device: str = "cpu") -> LaCTNVSScene:
-        """Read a scene that `save` wrote.
-
-        Raises:
-            ValueError: for a file that holds something else.
-        """
-        with safe_open(os.fspath(path), framework="pt", device=device) as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        others = [tensors.pop(name, None) for name in ("world_to_scene", "scene_scale")]
-        names = [f"{i}.w{j}" for i in range(len(tensors) // 3) for j in range(3)]
-        if not names or tensors.keys() != set(names):
-            raise ValueError(
-                f"path={os.fspath(path)!r} has tensors {', '.join(tensors) or 'none'}: it is no saved scene"
-            )
-        return cls(to_states([tensors[name] for name in names]), *others)
 
 
 @dataclass
@@ -528,13 +458,9 @@ class LaCTNVSModel(LaCTNVSPreTrainedModel):
         """
         _check_cameras(intrinsics, camera_to_world, scene.batch_size)
         _check_size("size", size, self.config.patch_size)
+        scene.check_fits(self.config)
         height, width = size
-        count = sum(entry["type"] == "ttt" for entry in self.config.block_config)
-        if len(scene.states) != count * len(self.blocks):
-            raise ValueError(
-                f"scene has {len(scene.states)} states where this model has {count * len(self.blocks)} TTT layers: "
-                "render it with the model that reconstructed it"
-            )
+        count = len(scene.states) // len(self.blocks)
         pose = to_scene(camera_to_world, scene.world_to_scene, scene.scene_scale)
         x = self._embed(intrinsics, pose, height, width)
         for i, block in enumerate(self.blocks):
@@ -542,6 +468,18 @@ class LaCTNVSModel(LaCTNVSPreTrainedModel):
             x, *_ = block(x, *(w for state in states for w in state.weights))
         colours = torch.sigmoid(self.image_token_decoder(x))
         return from_patches(colours, self.config.patch_size, height, width)
+
+    def load_scene(self, path: str | os.PathLike) -> LaCTNVSScene:
+        """Read a scene that `LaCTNVSScene.save` wrote, onto the model's device.
+
+        Raises:
+            FileNotFoundError: for a file that is not there.
+            ValueError: for one that holds something else, or the scene of another model.
+        """
+        device = "cpu" if self.device.type == "meta" else str(self.device)  # "meta" where weights are offloaded
+        scene = LaCTNVSScene.load(path, device)
+        scene.check_fits(self.config)
+        return scene
 
     def _embed(
         self, intrinsics: Tensor, pose: Tensor, height: int, width: int, colours: Tensor | None = None
@@ -558,8 +496,8 @@ class LaCTNVSModel(LaCTNVSPreTrainedModel):
 
 
 def _check_size(name: str, size: Sequence[int], patch: int) -> None:
-    if not isinstance(size, Sequence) or len(size) != 2:
-        raise ValueError(f"{name}={size!r} must be (height, width)")
+    if not isinstance(size, Sequence) or len(size) != 2 or any(isinstance(side, float | str) for side in size):
+        raise ValueError(f"{name}={size!r} must be (height, width), two integers")
     height, width = size
     if height < patch or width < patch or height % patch or width % patch:
         raise ValueError(

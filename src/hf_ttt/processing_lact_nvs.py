@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -12,11 +13,12 @@ from transformers.feature_extraction_utils import BatchFeature
 from transformers.image_transforms import to_pil_image
 from transformers.image_utils import is_pil_image, is_valid_image, to_numpy_array
 from transformers.processing_utils import ProcessorMixin
-from transformers.utils import requires_backends
+from transformers.utils import logging, requires_backends
 
 from .cameras import (
     CONVENTIONS,
     Crop,
+    as_float64,
     cover,
     crop_intrinsics,
     move,
@@ -24,6 +26,8 @@ from .cameras import (
     read_intrinsics,
     read_poses,
 )
+
+logger = logging.get_logger(__name__)
 
 LANCZOS = 3  # lobes of the filter
 BLOCK = 32  # outputs of one product
@@ -41,11 +45,11 @@ def read_size(size: Size) -> tuple[int, int]:
         sides = [size.get("height"), size.get("width"), *(size.keys() - {"height", "width"})]
     elif isinstance(size, int | list | tuple):
         sides = [size, size] if isinstance(size, int) else size
-    if len(sides) != 2 or not all(isinstance(side, int) and side > 0 for side in sides):
+    if len(sides) != 2 or not all(isinstance(side, Integral) and int(side) > 0 for side in sides):
         raise ValueError(
             f"size={size!r} is not a size: expected {{'height': h, 'width': w}}, (height, width) or one side"
         )
-    return sides[0], sides[1]
+    return int(sides[0]), int(sides[1])
 
 
 def resample(x: Tensor, after: int, first: int, count: int) -> Tensor:
@@ -154,6 +158,20 @@ def read_scenes(name: str, images: Any, background: Sequence[float]) -> tuple[li
     return read, batched
 
 
+class LaCTNVSInputs(BatchFeature):
+    """Arguments of `LaCTNVSModel`. `to` with a type, such as bfloat16, changes images and leaves cameras, whose rays
+    would be off by pixels."""
+
+    def to(self, *args: Any, **kwargs: Any) -> LaCTNVSInputs:
+        """As in transformers: a device, a type of the images, or both."""
+        before = dict(self.items())
+        super().to(*args, **kwargs)
+        for name, value in before.items():
+            if isinstance(value, Tensor) and not name.endswith("pixel_values"):
+                self[name] = value.to(self[name].device)
+        return self
+
+
 class LaCTNVSProcessor(ProcessorMixin):
     r"""Posed images and new cameras of scenes to the arguments of `LaCTNVSModel`, and renderings to images.
 
@@ -226,7 +244,7 @@ class LaCTNVSProcessor(ProcessorMixin):
         camera_convention: str | None = None,
         normalize_scene: bool | None = None,
         return_tensors: str | None = "pt",
-    ) -> BatchFeature:
+    ) -> LaCTNVSInputs:
         """Arguments of `LaCTNVSModel.reconstruct`, and with target cameras of its `forward`, in float32.
 
         Args:
@@ -274,7 +292,46 @@ class LaCTNVSProcessor(ProcessorMixin):
             new = _read_either("target_", target_camera_to_world, target_world_to_camera, convention, batched)
             data |= self._targets(target_images, target_intrinsics, new, scenes, batched, colour, (height, width))
         data = {name: value.float() for name, value in data.items()}
-        return BatchFeature(data=data, tensor_type=return_tensors)
+        return LaCTNVSInputs(data=data, tensor_type=return_tensors)
+
+    def process_cameras(
+        self,
+        intrinsics: Any,
+        camera_to_world: Any = None,
+        *,
+        world_to_camera: Any = None,
+        image_size: Size | None = None,
+        size: Size | None = None,
+        camera_convention: str | None = None,
+        return_tensors: str | None = "pt",
+    ) -> LaCTNVSInputs:
+        """New cameras of a scene that is there: `model.render(scene, **processor.process_cameras(…), size=(h, w))`.
+
+        Args:
+            intrinsics, camera_to_world, world_to_camera: of V views of a scene, or with poses [B, V, 4, 4] of a batch,
+                in the same forms as in a call; poses in the world's coordinates.
+            image_size: height and width of the images that the intrinsics are of, which are resized and cut to `size`
+                like images; None for intrinsics in pixels of the views that are rendered.
+            size, camera_convention: instead of the processor's.
+            return_tensors: "pt", "np", or None for torch tensors.
+
+        Returns:
+            `intrinsics` [B, V, 4] and `camera_to_world` [B, V, 4, 4] in the OpenCV convention.
+
+        Raises:
+            ValueError: for shapes, values and cameras that are none of these.
+        """
+        convention = self.camera_convention if camera_convention is None else camera_convention
+        names = {"camera_to_world": camera_to_world, "world_to_camera": world_to_camera}
+        batched = any(as_float64(name, poses).dim() == 4 for name, poses in names.items() if poses is not None)
+        poses = _read_either("", camera_to_world, world_to_camera, convention, batched)
+        cameras = _read_batch("intrinsics", intrinsics, (poses.shape[0], poses.shape[1]), batched)
+        if image_size is not None:
+            before = read_size(image_size)
+            crop = cover(before, read_size(self.size if size is None else size))
+            cameras = crop_intrinsics(cameras, before, crop)
+        data = {"intrinsics": cameras.float(), "camera_to_world": poses.float()}
+        return LaCTNVSInputs(data=data, tensor_type=return_tensors)
 
     @staticmethod
     def _resize(scenes: list[list[Tensor]], intrinsics: Tensor, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
@@ -283,6 +340,7 @@ class LaCTNVSProcessor(ProcessorMixin):
         for i, scene in enumerate(scenes):
             for j, image in enumerate(scene):
                 before = (image.shape[1], image.shape[2])
+                _check_centre(intrinsics[i, j], before)
                 crop = cover(before, size)
                 pixels.append(resize(image, crop, size))
                 adjusted[i, j] = crop_intrinsics(intrinsics[i, j], before, crop)
@@ -322,14 +380,15 @@ class LaCTNVSProcessor(ProcessorMixin):
             given = crop_intrinsics(given, before, cover(before, size))
         return {**data, "target_intrinsics": given}
 
-    def post_process_novel_views(self, rendered: Tensor) -> list[list[Any]]:
-        """Rendered views [B, V, 3, h, w] in [0, 1] as PIL images, a list for each scene.
+    def post_process_novel_views(self, rendered: Any) -> list[list[Any]]:
+        """Rendered views [B, V, 3, h, w] in [0, 1], a tensor or an array, as PIL images, a list for each scene.
 
         Raises:
             ValueError: for other shapes.
             ImportError: without Pillow.
         """
         requires_backends(self, "vision")
+        rendered = torch.as_tensor(rendered)
         if rendered.dim() != 5 or rendered.shape[2] != 3:
             raise ValueError(f"rendered has shape {list(rendered.shape)}; expected [batch, views, 3, height, width]")
         levels = (rendered.detach().float().clamp(0, 1) * 255).round().to("cpu", torch.uint8)
@@ -337,10 +396,24 @@ class LaCTNVSProcessor(ProcessorMixin):
 
 
 def _read_background(background: Sequence[float]) -> list[float]:
-    colour = [float(value) for value in background]
+    try:
+        colour = [float(value) for value in background]
+    except (TypeError, ValueError):
+        colour = []
     if len(colour) != 3 or not all(0 <= value <= 1 for value in colour):
         raise ValueError(f"background={background!r} is not a colour: expected three numbers from 0 to 1")
     return colour
+
+
+def _check_centre(intrinsics: Tensor, size: tuple[int, int]) -> None:
+    """Warn of a principal point outside of its image, as intrinsics have that are of another resolution."""
+    cx, cy = intrinsics[2:].tolist()
+    height, width = size
+    if not (0 < cx < width and 0 < cy < height):
+        logger.warning_once(
+            f"intrinsics have the principal point ({cx:g}, {cy:g}) outside of an image of {width} × {height} pixels "
+            "(width × height): are they of images of another size?"
+        )
 
 
 def _read_either(prefix: str, to_world: Any, to_camera: Any, convention: str, batched: bool) -> Tensor:

@@ -136,16 +136,23 @@ def _read_file(file: Path, formats: Sequence[str]) -> Iterator[_Views]:
         yield _read_scene("colmap", file.with_name("cameras.txt"), file.parent.name)
         return
     content = _read_json(file)
-    if isinstance(content, list) and content and all(isinstance(entry, str) for entry in content):
+    if _is_list_of_paths(content):
         for entry in content:
-            if not (file.parent / entry).is_file():
+            scene = file.parent / entry
+            if not scene.is_file():
                 raise FileNotFoundError(f"{file} lists {entry!r}, which is not there (relative to its folder)")
-            yield from _read_file(file.parent / entry, formats)
+            if scene.suffix == ".json" and _is_list_of_paths(_read_json(scene)):
+                raise ValueError(f"{file} lists {entry!r}, which is a list of paths itself; expected a scene's file")
+            yield from _read_file(scene, formats)
         return
     kind = "nerf" if isinstance(content, dict) else "json"
     if kind not in formats:
         raise ValueError(f"{file} is not of format {', '.join(map(repr, formats))} but looks like {kind!r}")
     yield _read_scene(kind, file, file.parent.name if file.name in SCENE_FILES[kind] else file.stem)
+
+
+def _is_list_of_paths(content: Any) -> bool:
+    return isinstance(content, list) and bool(content) and all(isinstance(entry, str) for entry in content)
 
 
 def _read_json(file: Path) -> Any:
@@ -171,6 +178,20 @@ def _field(frame: Any, name: str, label: str, i: int) -> Any:
     return frame[name]
 
 
+def _image_path(folder: Path, frame: Any, label: str, i: int) -> Path:
+    name = _field(frame, "file_path", label, i)
+    if not isinstance(name, str):
+        raise ValueError(f"{label} has file_path={name!r} in view {i}; expected the path of an image")
+    return folder / name
+
+
+def _side(value: Any, name: str, label: str, i: int) -> int:
+    """A width or height in pixels; some files have 640.0."""
+    if not isinstance(value, int | float) or not float(value).is_integer() or value < 1:
+        raise ValueError(f"{label} has {name}={value!r} in view {i}; expected a number of pixels")
+    return int(value)
+
+
 def _read_published(file: Path, name: str) -> _Views:
     frames = _read_json(file)
     label = f"scene {name!r} ({file})"
@@ -180,8 +201,8 @@ def _read_published(file: Path, name: str) -> _Views:
     return _Views(
         name,
         file,
-        [file.parent / _field(frame, "file_path", label, i) for i, frame in enumerate(frames)],
-        [(int(row[0]), int(row[1])) for row in numbers],
+        [_image_path(file.parent, frame, label, i) for i, frame in enumerate(frames)],
+        [(_side(row[0], "w", label, i), _side(row[1], "h", label, i)) for i, row in enumerate(numbers)],
         [row[2:] for row in numbers],
         [_field(frame, "w2c", label, i) for i, frame in enumerate(frames)],
         world_to_camera=True,
@@ -193,9 +214,9 @@ def _read_nerf(file: Path, name: str) -> _Views:
     frames = content.get("frames") if isinstance(content, dict) else None
     if not isinstance(frames, list):
         raise ValueError(f"{label} has no list 'frames'")
-    files = [_with_suffix(file.parent / _field(frame, "file_path", label, i)) for i, frame in enumerate(frames)]
+    files = [_with_suffix(_image_path(file.parent, frame, label, i)) for i, frame in enumerate(frames)]
     settings = [{**content, **frame} for frame in frames]  # a view's own camera wins
-    sizes = [_nerf_size(fields, image, label) for fields, image in zip(settings, files, strict=True)]
+    sizes = [_nerf_size(fields, image, label, i) for i, (fields, image) in enumerate(zip(settings, files, strict=True))]
     return _Views(
         name,
         file,
@@ -219,15 +240,15 @@ def _with_suffix(image: Path) -> Path:
     return next((candidate for candidate in there if candidate.exists()), there[0])
 
 
-def _nerf_size(fields: dict[str, Any], image: Path, label: str) -> tuple[int, int]:
+def _nerf_size(fields: dict[str, Any], image: Path, label: str, i: int) -> tuple[int, int]:
     if "w" in fields and "h" in fields:
-        return int(fields["w"]), int(fields["h"])
+        return _side(fields["w"], "w", label, i), _side(fields["h"], "h", label, i)
     return _image_size(image, label)
 
 
 def _nerf_intrinsics(fields: dict[str, Any], size: tuple[int, int], label: str, i: int) -> list[float]:
     """fx, fy, cx, cy of `fl_x`, `fl_y`, `cx`, `cy` or of the angles of view, in radians."""
-    distorted = {name: fields[name] for name in DISTORTION if fields.get(name)}
+    distorted = {name: fields[name] for name in (*DISTORTION, "is_fisheye") if fields.get(name)}
     model = str(fields.get("camera_model", "PINHOLE")).upper()
     if distorted or model not in ("PINHOLE", "SIMPLE_PINHOLE", "OPENCV"):
         found = ", ".join(f"{key}={value}" for key, value in distorted.items()) or f"camera_model={model}"
@@ -235,6 +256,8 @@ def _nerf_intrinsics(fields: dict[str, Any], size: tuple[int, int], label: str, 
     focal: list[float | None] = [fields.get("fl_x"), fields.get("fl_y")]
     for axis, (side, angle) in enumerate(zip(size, ("camera_angle_x", "camera_angle_y"), strict=True)):
         if focal[axis] is None and angle in fields:
+            if not isinstance(fields[angle], int | float) or not 0 < fields[angle] < math.pi:
+                raise ValueError(f"{label} has {angle}={fields[angle]!r} for view {i}; expected radians below π")
             focal[axis] = side / (2 * math.tan(fields[angle] / 2))
     fx, fy = focal[0] or focal[1], focal[1] or focal[0]
     if fx is None or fy is None:
@@ -443,7 +466,7 @@ class SceneDataset(TorchDataset):
             for evaluation.
 
     Raises:
-        ValueError: if a scene has too few views.
+        ValueError: if a scene has too few views; for a stream, whose scenes have no numbers.
     """
 
     def __init__(
@@ -455,6 +478,8 @@ class SceneDataset(TorchDataset):
         frame_gap: tuple[int, int] | None = None,
         seed: int | None = None,
     ):
+        if not hasattr(scenes, "__len__"):
+            raise ValueError(f"scenes is a {type(scenes).__name__}, which has no rows by number: pass list(scenes)")
         self.scenes, self.processor, self.seed = scenes, processor, seed
         self.num_input, self.num_target, self.frame_gap = num_input, num_target, frame_gap
         columns = scenes.select_columns(["name", "file_path"]) if hasattr(scenes, "select_columns") else scenes
