@@ -1,15 +1,29 @@
 """Packaging of hf-ttt: a src layout, few base dependencies, and an extra for everything else."""
 
+import shutil
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
+
+
+class BuildWithTemplates(build_py):
+    """Puts the templates of model cards beside the code that reads them; from a clone they are read where they are."""
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            target = Path(self.build_lib, "hf_ttt", "hub", "templates")
+            shutil.copytree(Path(__file__).with_name("model_cards"), target, dirs_exist_ok=True)
+
 
 extras = {
     "train": ["accelerate", "datasets", "evaluate", "pillow"],
     "peft": ["peft"],
+    "hub": ["jinja2"],  # for model cards
     "triton": ["triton; sys_platform == 'linux'"],
 }
-extras["all"] = extras["train"] + extras["peft"] + extras["triton"]
+extras["all"] = extras["train"] + extras["peft"] + extras["hub"] + extras["triton"]
 extras["examples"] = extras["train"] + ["matplotlib", "scikit-learn"]
 extras["nvs"] = extras["examples"] + ["pybullet"]  # a wheel for Python 3.11; built from source on others
 extras["test"] = [
@@ -50,6 +64,7 @@ setup(
     package_dir={"": "src"},
     packages=find_packages("src"),
     package_data={"hf_ttt": ["py.typed"]},
+    cmdclass={"build_py": BuildWithTemplates},
     zip_safe=False,
     install_requires=["torch>=2.7", "transformers>=5.18,<6", "huggingface-hub", "safetensors", "typer"],
     entry_points={"console_scripts": ["hf-ttt = hf_ttt.cli:main"]},

@@ -44,6 +44,7 @@ from transformers import (
 from transformers.trainer_utils import get_last_checkpoint
 
 import hf_ttt
+from hf_ttt.hub import TrainerCardMixin
 from hf_ttt.metrics import BitsPerByte, Perplexity, sum_token_nll
 
 logger = logging.getLogger(__name__)
@@ -439,7 +440,7 @@ def count_bytes(documents: Dataset) -> int:
     return sum(len(text.encode()) for text in documents["text"])
 
 
-class TextTrainer(Trainer):
+class TextTrainer(TrainerCardMixin, Trainer):
     """A `Trainer` that turns the model's cache off for training, as all do, but not in what it saves."""
 
     def __init__(self, model: PreTrainedModel, **kwargs):
@@ -537,9 +538,7 @@ def evaluate(trainer: Trainer) -> dict[str, float]:
 
 def publish(trainer: Trainer, model_args: ModelArguments, data_args: DataArguments) -> None:
     """Write the model card, and push all to the Hub where `--push_to_hub` asks for it."""
-    card: dict[str, Any] = {"tasks": "text-generation", "finetuned_from": model_args.model_name_or_path}
-    if model_args.model_name_or_path is None:
-        trainer.model.config._name_or_path = trainer.args.output_dir  # a folder means: trained from scratch
+    card: dict[str, Any] = {"finetuned_from": model_args.model_name_or_path}
     if data_args.dataset_name is not None:
         card["dataset_tags"] = card["dataset"] = data_args.dataset_name
     else:

@@ -553,9 +553,7 @@ def evaluate(trainer: ImageTrainer) -> dict[str, float]:
 
 def publish(trainer: Trainer, args: Arguments) -> None:
     """Write the model card, and push all to the Hub where `--push_to_hub` asks for it."""
-    card: dict[str, Any] = {"tasks": "image-classification", "finetuned_from": args.model.model_name_or_path}
-    if args.model.model_name_or_path is None:
-        trainer.model.config._name_or_path = trainer.args.output_dir  # a folder means: trained from scratch
+    card: dict[str, Any] = {"finetuned_from": args.model.model_name_or_path}
     if args.data.dataset_name is not None:
         card["dataset_tags"] = card["dataset"] = args.data.dataset_name
     else:

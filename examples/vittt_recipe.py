@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import EvalPrediction, PreTrainedModel, Trainer, TrainerCallback
 
+from hf_ttt.hub import TrainerCardMixin
 from hf_ttt.metrics import Accuracy
 
 EMA_FOLDER = "ema"
@@ -214,7 +215,7 @@ def predicted_class(logits: Any, labels: Tensor) -> Tensor:
     return (logits[0] if isinstance(logits, tuple) else logits).argmax(-1)
 
 
-class ImageTrainer(Trainer):
+class ImageTrainer(TrainerCardMixin, Trainer):
     """A `Trainer` that augments and mixes batches, and distils from a moving average of the weights."""
 
     def __init__(self, recipe: RecipeArguments, average: MovingAverage | None, **kwargs: Any):

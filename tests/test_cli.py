@@ -1,15 +1,20 @@
 # Copyright 2026 The hf-ttt authors. Licensed under the Apache License, Version 2.0.
-"""The command line: what a conversion writes, how it fails, and its help."""
+"""The command line: what each command writes and prints, how it fails, and its help. (test_hub.py has `push`.)"""
 
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import lact_cases
+import nvs_cases
 import pytest
 import torch
+import vittt_cases
+from fake_hub import card_errors
 from huggingface_hub import ModelCard
 from nvs_cases import INDEX, golden_inputs, golden_state, golden_tensors, published_config
 from safetensors.torch import load_file, save_file
@@ -23,8 +28,9 @@ from transformers import (
 from typer.testing import CliRunner
 
 import hf_ttt
-from hf_ttt import HViTTTBackbone
+from hf_ttt import HViTTTBackbone, timing
 from hf_ttt.cli import app, parse_settings
+from hf_ttt.modeling_lact import CACHE_KEY
 
 GOLDEN = Path(__file__).with_name("golden")
 TENSORS = {
@@ -169,6 +175,7 @@ def test_language_model(tmp_path):
     assert loaded.keys() == state.keys() and all(torch.equal(loaded[key], value) for key, value in state.items())
     assert not (output / "preprocessor_config.json").exists()
     assert "pipeline_tag: text-generation\n" in (output / "README.md").read_text()
+    assert card_errors((output / "README.md").read_text()) == []
 
 
 NVS = "model_nvsA_2heads_im2.safetensors"
@@ -209,9 +216,22 @@ def test_novel_view_model(tmp_path, nvs_checkpoint, on_the_hub, monkeypatch):
     assert "AutoModel.from_pretrained" in card and str(tmp_path) not in card
 
 
+def test_novel_view_model_of_scenes(tmp_path, nvs_checkpoint):
+    """Published scenes are not square and have coordinates of their own: the processor is ready for both."""
+    (tmp_path / "l24.json").write_text(json.dumps(published_config(NVS)))
+    options = "--config", tmp_path / "l24.json", "--image-size", "72x128", "--normalize-scene"
+    result = convert("lact_nvs", nvs_checkpoint, tmp_path / "out", *options)
+    assert result.exit_code == 0, result.output
+    processor = AutoProcessor.from_pretrained(tmp_path / "out")
+    assert processor.size == {"height": 72, "width": 128} and processor.normalize_scene
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--image-size", "64x66"], "image_size=66 must be a multiple of patch_size=4"),
+        (["--image-size", "64x64x3"], "--image-size '64x64x3' is neither a side nor HEIGHTxWIDTH"),
+        (["--image-size", "-8"], "--image-size '-8' is neither a side nor HEIGHTxWIDTH"),
         (["--image-size", "66"], "image_size=66 must be a multiple of patch_size=4"),
         (["--image-size", "0"], "image_size=0 must be a multiple of patch_size=4"),
         (["--num-labels", "5"], "num_labels=5 is not known"),
@@ -316,7 +336,138 @@ def test_wrong_usage(arguments):
     assert run("convert", *arguments).exit_code == 2
 
 
+# ---- env, card and bench ----
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Saved tiny models of the three families."""
+    root = tmp_path_factory.mktemp("folders")
+    lact_cases.busy_model(lact_cases.tiny_config("variant2")).save_pretrained(root / "lact")
+    vision = vittt_cases.tiny_config("h_vittt")
+    vittt_cases.busy_model(hf_ttt.HViTTTForImageClassification, vision).save_pretrained(root / "vittt")
+    nvs_cases.busy_model(nvs_cases.tiny_config()).save_pretrained(root / "nvs")
+    return root
+
+
+def test_env_as_json():
+    """Versions are those that run, and what "auto" takes is what models say, for every family and rule."""
+    result = run("env", "--json")
+    assert result.exit_code == 0 and result.stderr == ""
+    found = json.loads(result.stdout)
+    assert (found["hf-ttt"], found["packages"]["torch"]) == (hf_ttt.__version__, torch.__version__)
+    assert found["devices"][-1].startswith("cpu, ") and isinstance(found["triton"], str)
+    rows = {(row["model"].split()[0], row["rule"]): row for row in found["evaluations"]}
+    assert len(rows) == 3 * 7 and all(row["why"] for row in rows.values())
+    for rule in ("baseline", "variant1", "variant2", "variant6"):
+        model = hf_ttt.LaCTForCausalLM(lact_cases.tiny_config(rule))
+        assert rows["LaCT", rule]["implementation"] == model.get_ttt_implementation()
+    assert "update='all'" in rows["LaCT-NVS", "baseline"]["why"]
+
+
+def test_env_as_text(monkeypatch):
+    """A table with a reason for each row; a package that is not installed is shown as such."""
+    monkeypatch.setattr("hf_ttt.environment.PACKAGES", ("torch", "no-such-package"))
+    result = run("env")
+    assert result.exit_code == 0 and f"torch            {torch.__version__}" in result.stdout
+    assert "no-such-package  not installed" in result.stdout
+    assert re.search(r"LaCT 760m +variant2 +parallel +torch +\[\d\]", result.stdout)
+    assert re.search(r"^\[1\] ", result.stdout, re.MULTILINE)
+
+
+def test_card_command(folders, tmp_path):
+    """It writes README.md or another file, says which, and does not replace what was edited by hand."""
+    output = tmp_path / "card.md"
+    options = ["--license", "mit", "--dataset", "someone/books", "--repo-id", "me/x", "--language", "en"]
+    result = run("card", folders / "lact", "--output", output, *options)
+    assert (result.exit_code, result.stdout) == (0, f"{output}\n"), result.stderr
+    text = output.read_text()
+    assert card_errors(text) == [] and 'from_pretrained("me/x"' in text
+    assert all(line in text for line in ("license: mit\n", "- someone/books\n", "language: en\n"))
+    result = run("card", folders / "lact")
+    assert (result.exit_code, result.stdout) == (0, f"{folders / 'lact' / 'README.md'}\n")
+    output.write_text("# Mine\n")
+    result = run("card", folders / "lact", "--output", output)
+    assert result.exit_code == 1 and "--overwrite" in result.stderr and output.read_text() == "# Mine\n"
+    assert run("card", folders / "lact", "--output", output, "--overwrite").exit_code == 0
+    result = run("card", tmp_path)
+    assert result.exit_code == 1 and result.stdout == "" and "has no config.json" in result.stderr
+
+
+def test_bench_of_the_op():
+    """Every evaluation that is exact, each with its error against float64."""
+    size = ["--tokens", 70, "--heads", 1, "--width", 16, "--chunk", 16, "--seconds", 0.01]
+    result = run("bench", "--variant", "variant6", "--backward", "--json", "--device", "cpu", *size)
+    assert result.exit_code == 0, result.stderr
+    rows = {row["what"]: row for row in json.loads(result.stdout)}
+    assert {"recurrent torch forward+backward", "parallel torch forward+backward"} <= rows.keys()
+    for row in rows.values():
+        assert 0 <= row["error"] < 7e-5 and row["rate"] == pytest.approx(70 / row["milliseconds"] * 1e3)
+    result = run("bench", "--variant", "baseline", "--dtype", "bfloat16", "--device", "cpu", *size)
+    assert result.exit_code == 0 and "recurrent torch forward" in result.stdout and "parallel" not in result.stdout
+    assert result.stderr.startswith("Measuring on cpu, bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("name", "measured"),
+    [
+        ("lact", ["recurrent torch prefill", "recurrent torch decoding", "parallel torch prefill"]),
+        ("vittt", ["recurrent torch forward", "parallel torch forward"]),
+        ("nvs", ["recurrent torch reconstruct (4 views)", "recurrent torch render"]),
+    ],
+)
+def test_bench_of_a_model(folders, name, measured):
+    result = run("bench", folders / name, "--length", 30, "--seconds", 0.01, "--json", "--device", "cpu")
+    assert result.exit_code == 0, result.stderr
+    rows = json.loads(result.stdout)
+    assert set(measured) <= {row["what"] for row in rows} and all(row["rate"] > 0 for row in rows)
+
+
+def test_bench_times_nothing_that_is_wrong(monkeypatch, folders):
+    """An op whose output is off by 1 % of its greatest value, and decoding without its cache, are errors."""
+    exact = timing.ttt_attention
+
+    def wrong(q, *args, **kwargs):
+        out = exact(q, *args, **kwargs)
+        return out if out.dtype == torch.float64 else out + 0.01 * out.abs().max()
+
+    monkeypatch.setattr(timing, "ttt_attention", wrong)
+    result = run("bench", "--tokens", 40, "--heads", 1, "--width", 16, "--chunk", 16, "--device", "cpu")
+    assert (result.exit_code, result.stdout) == (1, "") and "is wrong: relative error 1.00e-02" in result.stderr
+    forward = hf_ttt.LaCTModel.forward
+
+    def forgetful(self, *args, **kwargs):
+        kwargs.pop(CACHE_KEY, None)
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(hf_ttt.LaCTModel, "forward", forgetful)
+    result = run("bench", folders / "lact", "--length", 30, "--device", "cpu")
+    assert (result.exit_code, result.stdout) == (1, "") and "recurrent torch decoding is wrong" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--tokens", 0], 1, "tokens=0 must be at least 1"),
+        (["--seconds", 0], 1, "seconds=0.0 must be above 0"),
+        (["--variant", "variant9"], 1, "variant 'variant9' is not known"),
+        (["no-such-folder"], 1, "has no config.json"),
+        (["--dtype", "int8"], 2, "int8"),
+        (["--tokens", "many"], 2, "--tokens"),
+    ],
+)
+def test_bench_fails_in_one_line(arguments, code, message):
+    result = run("bench", "--device", "cpu", *arguments)
+    assert (result.exit_code, result.stdout) == (code, "") and message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
 # ---- the rest ----
+
+
+def test_version():
+    result = run("--version")
+    assert (result.exit_code, result.stdout) == (0, f"hf-ttt {hf_ttt.__version__}\n")
 
 
 def test_settings():
@@ -342,7 +493,9 @@ def test_help():
     command = [sys.executable, "-m", "hf_ttt.cli", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
-    assert "Usage: hf-ttt" in done.stdout and "convert" in done.stdout
+    assert "Usage: hf-ttt" in done.stdout
+    for command in ("env", "convert", "card", "push", "bench"):
+        assert re.search(rf"^\W*{command} ", done.stdout, re.MULTILINE), command
     result = CliRunner().invoke(app, ["convert", "--help"], env={"COLUMNS": "200", "TERM": "dumb"})
     assert result.exit_code == 0
     for option in (

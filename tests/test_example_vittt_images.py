@@ -10,10 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from PIL import Image
 from transformers import AutoModelForImageClassification, TrainerControl, TrainerState, TrainingArguments, pipeline
 
 import hf_ttt
+from hf_ttt.hub import is_generated
 
 pytest.importorskip("datasets")
 pytest.importorskip("evaluate")
@@ -84,6 +86,16 @@ def test_two_plain_steps_write_what_a_user_expects(plain):
     for name in ("loss_curve.png", "confusion_matrix.png"):
         assert (plain / name).read_bytes().startswith(b"\x89PNG")
     assert read_json(plain / "eval_results.json")["eval_images"] == 24
+
+
+def test_card_states_what_was_measured(plain):
+    """The card has the data and metrics of the evaluation, and what they were computed with."""
+    text = (plain / "README.md").read_text(encoding="utf-8")
+    found = {result.metric_type: result for result in ModelCard(text).data.eval_results}
+    assert is_generated(text) and found.keys() == {"loss", "accuracy"}
+    for name, result in found.items():
+        assert result.metric_value == read_json(plain / "eval_results.json")[f"eval_{name}"]
+        assert result.dataset_name == "scikit-learn digits" and result.metric_args["backend"] == "torch"
 
 
 def test_saved_folder_classifies_in_a_pipeline_as_in_evaluation(plain):

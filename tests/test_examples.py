@@ -12,9 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer
 
 import hf_ttt
+from hf_ttt.hub import is_generated
 
 pytest.importorskip("datasets")
 pytest.importorskip("evaluate")
@@ -92,6 +94,16 @@ def test_training_writes_what_a_user_expects(trained):
     assert {"train_results.json", "eval_results.json", "all_results.json", "trainer_state.json"} <= names
     assert (trained / "loss_curve.png").read_bytes().startswith(b"\x89PNG")
     assert losses(trained)[-1] < losses(trained)[0]
+
+
+def test_card_states_what_was_measured(trained):
+    """The card has the data and metrics of the evaluation, and what they were computed with."""
+    text = (trained / "README.md").read_text(encoding="utf-8")
+    found = {result.metric_type: result for result in ModelCard(text).data.eval_results}
+    assert is_generated(text) and found.keys() == {"loss", "perplexity", "bits_per_byte"}
+    for name, result in found.items():
+        assert result.metric_value == read_json(trained / "eval_results.json")[f"eval_{name}"]
+        assert result.dataset_name == "text.txt" and result.metric_args["backend"] == "torch"
 
 
 def test_evaluation_equals_a_sum_by_hand(trained):

@@ -48,8 +48,13 @@ class TTTInterface:
         self._functions: dict[tuple[str, str], Callable] = {}
         self._faster: dict[tuple[str, str], dict[int, int]] = {}
 
+    @property
+    def backends(self) -> tuple[str, ...]:
+        """What `backend` may be: the known ones, and those that were registered."""
+        return tuple(dict.fromkeys(("auto", "torch", "triton", *(backend for _, backend in self._functions))))
+
     def register(self, implementation: str, backend: str, function: Callable) -> None:
-        """Add an evaluation, or replace one."""
+        """Add an evaluation, or replace one. A backend of another name is only taken where it is asked for."""
         self._functions[implementation, backend] = function
 
     def register_lazy(
@@ -89,21 +94,23 @@ class TTTInterface:
             ValueError: for a name that is not known, or "parallel" where it is not exact.
             ImportError: for a backend that is not available, on the device of `size` or on any.
         """
-        return self._choose(rule, implementation, backend, size)[:2]
+        return self.explain(rule, implementation, backend, size)[:2]
 
     def get(
         self, rule: Rule, implementation: str = "auto", backend: str = "auto", size: CallSize | None = None
     ) -> Callable:
         """The function for these names and this size; what was taken and why is logged once, at info level."""
-        implementation, backend, why = self._choose(rule, implementation, backend, size)
+        implementation, backend, why = self.explain(rule, implementation, backend, size)
         if not torch.compiler.is_compiling():
             logger.info_once(f"TTT layers are evaluated by {implementation!r} on backend {backend!r}: {why}")
         return self._functions[implementation, backend]
 
-    def _choose(self, rule: Rule, implementation: str, backend: str, size: CallSize | None) -> tuple[str, str, str]:
-        """Implementation, backend, and why."""
+    def explain(
+        self, rule: Rule, implementation: str = "auto", backend: str = "auto", size: CallSize | None = None
+    ) -> tuple[str, str, str]:
+        """As `resolve`, and why in a sentence."""
         _check_choice("implementation", implementation, ("auto", "recurrent", "parallel"))
-        _check_choice("backend", backend, ("auto", "torch", "triton"))
+        _check_choice("backend", backend, self.backends)
         if implementation == "parallel" and not rule.parallelizable:
             raise ValueError(f"implementation='parallel' is not exact for this rule: {rule.why_not_parallel}")
         why = f"implementation={implementation!r} and backend={backend!r} were asked for"
