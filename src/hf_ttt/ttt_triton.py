@@ -95,7 +95,8 @@ def is_too_small(device: torch.device) -> bool:
     """Whether a GPU of NVIDIA has less shared memory than the kernels of the oldest target take."""
     if not torch.cuda.is_available() or torch.version.hip is not None:
         return False
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin < LEAST_SHARED_MEMORY
+    properties: Any = torch.cuda.get_device_properties(device)  # whose type hints lack the field
+    return properties.shared_memory_per_block_optin < LEAST_SHARED_MEMORY
 
 
 def check_available(device: torch.device | str | None = None) -> None:
