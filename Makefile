@@ -2,6 +2,7 @@
 #
 #   make test      linters, type checker, all tests; then those of transformers' interfaces on the oldest version supported
 #   make demo      train, save, reload and sample a small language model
+#   make docs      the pages of docs/ as a website in site/
 #   make lint      ruff and mypy           make format    let ruff rewrite
 #   make bench     all benchmarks          make clean     remove what make made
 
@@ -14,7 +15,8 @@ OLDEST := 5.18.0
 OLDEST_TESTS := tests/test_generation_lact.py tests/test_cache_ttt.py tests/test_remote_code.py \
                 tests/test_packing_lact.py tests/test_modeling_lact.py tests/test_modeling_lact_loading.py tests/test_vittt_golden.py \
                 tests/test_image_processing_vittt.py tests/test_remote_code_vittt.py \
-                tests/test_modeling_lact_nvs.py tests/test_processing_lact_nvs.py tests/test_remote_code_lact_nvs.py
+                tests/test_modeling_lact_nvs.py tests/test_processing_lact_nvs.py tests/test_remote_code_lact_nvs.py \
+                tests/test_scene_lact_nvs.py
 BENCHMARKS := $(wildcard benchmarks/bench_*.py)
 
 VENV := .venv/bin/python
@@ -30,7 +32,7 @@ PYTEST := env $(OFFLINE) OMP_NUM_THREADS=1 \
           HF_TTT_TRANSFORMERS_TESTS="$(CURDIR)/$(NEWEST_TESTS_DIR)" \
           HF_TTT_OLDEST_TRANSFORMERS="$(CURDIR)/$(OLDEST_SITE_DIR)"
 
-.PHONY: install fetch test lint format demo bench clean
+.PHONY: install fetch test lint format demo docs bench clean
 
 test: lint fetch
 	$(PYTEST) $(VENV) -m pytest -n $(WORKERS) $(PYTEST_ARGS)
@@ -48,12 +50,15 @@ format: install
 demo: install
 	env $(OFFLINE) $(VENV) examples/demo_lact_text.py --output_dir demo-output
 
+docs: install
+	$(VENV) -m mkdocs build --strict
+
 bench: install
 	@test -n "$(BENCHMARKS)" || { echo "no benchmarks/bench_*.py"; exit 1; }
 	set -e; for script in $(BENCHMARKS); do env $(OFFLINE) $(VENV) $$script; done
 
 clean:
-	rm -rf .venv .cache demo-output build dist src/*.egg-info
+	rm -rf .venv .cache demo-output site build dist src/*.egg-info
 
 install: $(INSTALLED)
 
@@ -61,7 +66,7 @@ fetch: $(NEWEST_TESTS_DIR)/.fetched $(OLDEST_SITE_DIR)/.fetched
 
 $(INSTALLED): setup.py constraints.txt
 	$(PYTHON) -m venv .venv
-	$(PIP) install -qq -c constraints.txt -e '.[all,examples,test]'
+	$(PIP) install -qq -c constraints.txt -e '.[all,nvs,test]'
 	touch $@
 
 $(NEWEST_TESTS_DIR)/.fetched: | $(INSTALLED)

@@ -27,6 +27,7 @@ extras["all"] = extras["train"] + extras["peft"] + extras["hub"] + extras["trito
 extras["examples"] = extras["train"] + ["matplotlib", "scikit-learn"]
 extras["nvs"] = extras["examples"] + ["pybullet"]  # a wheel for Python 3.11; built from source on others
 extras["test"] = [
+    "mkdocs",
     "mypy",
     "onnx",
     "onnxruntime",
