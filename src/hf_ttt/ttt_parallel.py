@@ -40,7 +40,7 @@ from .ttt_rule import TTTRule
 SCAN_BLOCK = 16  # chunks per block: the scan costs 2·16 products of an element, against 6·C for the chunk itself
 
 
-class _Block(NamedTuple):
+class Block(NamedTuple):
     """Chunks [first, first + chunks) of a sequence."""
 
     first: int
@@ -72,7 +72,7 @@ def _before(n: int, like: Tensor) -> Tensor:
     return like.new_ones(n, n).tril(-1)
 
 
-def _scan(g: Tensor, m: Tensor | None, buffer: Tensor | None) -> Tensor:
+def scan(g: Tensor, m: Tensor | None, buffer: Tensor | None) -> Tensor:
     """M_i = g_i + m_i M_{i−1} from M_{−1} = buffer: g [B, n, H, ·, ·], m [B, n, H], buffer [B, H, ·, ·]."""
     if m is None:
         return g
@@ -84,8 +84,8 @@ def _scan(g: Tensor, m: Tensor | None, buffer: Tensor | None) -> Tensor:
     return out
 
 
-def _scan_backward(m: Tensor, grad: Tensor, buffer: Tensor | None, moments: Tensor):
-    """Gradients of `_scan` with respect to g, m and buffer, given its result `moments`."""
+def scan_backward(m: Tensor, grad: Tensor, buffer: Tensor | None, moments: Tensor):
+    """Gradients of `scan` with respect to g, m and buffer, given its result `moments`."""
     decay = _decay(m.transpose(1, 2))
     dg = _mix(decay.mT, grad)
     dm = torch.zeros_like(m)
@@ -95,17 +95,17 @@ def _scan_backward(m: Tensor, grad: Tensor, buffer: Tensor | None, moments: Tens
     return dg, dm, m[:, 0, :, None, None] * dg[:, 0]
 
 
-def _each_step(x: Tensor | None, rule: TTTRule) -> Tensor | None:
+def each_step(x: Tensor | None, rule: TTTRule) -> Tensor | None:
     """A chunk's entry once for each of its inner steps: the gradient is the same in all, since it reads no state."""
     return x if x is None or rule.inner_steps == 1 else x.repeat_interleave(rule.inner_steps, 1)
 
 
-def _per_chunk(x: Tensor, rule: TTTRule) -> Tensor:
+def per_chunk(x: Tensor, rule: TTTRule) -> Tensor:
     """The sum over the inner steps of each chunk."""
     return x if rule.inner_steps == 1 else x.unflatten(1, (-1, rule.inner_steps)).sum(2)
 
 
-class _Blocks:
+class Blocks:
     """What forward and backward share: the inputs, cut into blocks, and the static features' weights for each."""
 
     def __init__(self, rule: TTTRule, chunk_size: int, updates: int, inputs: Sequence[Tensor | None]):
@@ -118,10 +118,10 @@ class _Blocks:
         flat = [None if w is None else w.flatten(0, 1) for w in (w0, self.w1, w2)]
         self.w02 = make_net(flat, rule, self.q.dtype).w02
         size = max(1, min(SCAN_BLOCK, tile_length(self.batch * self.heads, self.w1.shape[-1], k) // chunk_size))
-        self.blocks = [_Block(c, min(size, updates - c), chunk_size) for c in range(0, updates, size)]
+        self.blocks = [Block(c, min(size, updates - c), chunk_size) for c in range(0, updates, size)]
         self._repeated: dict[int, Tensor | None] = {}
 
-    def net(self, block: _Block, works: Tensor | None = None) -> Net:
+    def net(self, block: Block, works: Tensor | None = None) -> Net:
         """The weights that read a block's chunks [B, chunks, H, ·, ·] as one batch; without them w1 is only a shape."""
         if block.chunks not in self._repeated:
             self._repeated[block.chunks] = self._repeat(self.w02, block.chunks)
@@ -140,11 +140,11 @@ class _Blocks:
             return None
         return w.unflatten(0, (self.batch, self.heads))[:, None].expand(-1, count, -1, -1, -1).flatten(0, 2)
 
-    def block_momentum(self, block: _Block) -> Tensor | None:
+    def block_momentum(self, block: Block) -> Tensor | None:
         """Mean momentum of each step of a block [B, chunks · inner_steps, H]."""
         if self.momentum is None:
             return None
-        return _each_step(block.cut(self.momentum).mean(-2)[..., 0], self.rule)
+        return each_step(block.cut(self.momentum).mean(-2)[..., 0], self.rule)
 
     def working(self, raws: Tensor, first: bool) -> Tensor:
         """The weights that read, from the accumulated ones [B, n, H, ·, ·]; the very first are the initial ones as they
@@ -166,7 +166,7 @@ class _Parallel(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, rule, chunk_size, updates, keep, return_state, *inputs):
-        layer = _Blocks(rule, chunk_size, updates, inputs)
+        layer = Blocks(rule, chunk_size, updates, inputs)
         w1, buffer = layer.w1, layer.buffer
         raw = w1 if layer.main is None else layer.main
         reads = layer.tokens.k if layer.read_keys else layer.q
@@ -176,8 +176,8 @@ class _Parallel(torch.autograd.Function):
             g = gradient_forward(layer.tokens.map(block.cut), layer.net(block), rule, w1.dtype)[1]
             g = g.unflatten(0, (layer.batch, block.chunks, layer.heads))
             m = layer.block_momentum(block)
-            moments = _scan(_each_step(g, rule), m, buffer)
-            update = _per_chunk(muon_forward(moments.flatten(0, 2), rule).view(moments.shape), rule)
+            moments = scan(each_step(g, rule), m, buffer)
+            update = per_chunk(muon_forward(moments.flatten(0, 2), rule).view(moments.shape), rule)
             update = rule.sign * update
             raws, raw = raw[:, None] + _mix(_before(block.chunks, w1), update), raw + update.sum(1)
             buffer = None if m is None else moments[:, -1]
@@ -201,7 +201,7 @@ class _Parallel(torch.autograd.Function):
         rule, chunk_size, updates = ctx.settings
         saved = ctx.saved_tensors  # once: checkpointing computes them again at each access
         inputs, raw, kept = saved[:13], saved[13], list(saved[14:])
-        layer = _Blocks(rule, chunk_size, updates, inputs)
+        layer = Blocks(rule, chunk_size, updates, inputs)
         grads = _Gradients(layer, dout, raw, *(dfinal or (None, None, None)))
         for block in reversed(layer.blocks):
             raws, moments = kept[-2:]
@@ -220,7 +220,7 @@ class _Gradients:
         buffer: of the momentum buffer after the block that is next.
     """
 
-    def __init__(self, layer: _Blocks, dout: Tensor | None, raw: Tensor, dwork, draw, dbuffer):
+    def __init__(self, layer: Blocks, dout: Tensor | None, raw: Tensor, dwork, draw, dbuffer):
         new = lambda x: None if x is None else torch.zeros_like(x, memory_format=torch.contiguous_format)  # noqa: E731
         self.layer, self.buffer = layer, dbuffer
         self.q = gradient_buffer(layer.q, 0 if dout is None or layer.read_keys else layer.q.shape[1])
@@ -250,14 +250,14 @@ class _Gradients:
         else:
             self.first, self.carry = dwork, new(layer.w1) if draw is None else draw
 
-    def block_net(self, block: _Block, dworks: Tensor | None) -> Net:
+    def block_net(self, block: Block, dworks: Tensor | None) -> Net:
         """Accumulators for a block's chunks as one batch."""
         if block.chunks not in self._repeated:
             w02 = self.layer.net(block).w02
             self._repeated[block.chunks] = None if w02 is None else torch.zeros_like(w02, dtype=self.layer.w1.dtype)
         return Net(self._repeated[block.chunks], None if dworks is None else dworks.flatten(0, 2))
 
-    def block_backward(self, block: _Block, dout: Tensor | None, raws: Tensor, moments, before: Tensor | None) -> None:
+    def block_backward(self, block: Block, dout: Tensor | None, raws: Tensor, moments, before: Tensor | None) -> None:
         """Through the reads, the scan and the gradients of a block; `before` is the momentum buffer before it."""
         layer, rule = self.layer, self.layer.rule
         works = layer.working(raws, block.first == 0)
@@ -274,16 +274,16 @@ class _Gradients:
             self.norm = self.norm + dnorms.sum(1)
         dupdate = self.carry[:, None] + _mix(_before(block.chunks, raws).mT, draws)
         self.carry = self.carry + draws.sum(1)
-        dmoments = _each_step(rule.sign * dupdate, rule)
+        dmoments = each_step(rule.sign * dupdate, rule)
         if rule.muon is not None:
             dmoments = muon_backward(moments.flatten(0, 2), dmoments.flatten(0, 2), rule).view(moments.shape)
         if self.buffer is not None:
             dmoments = torch.cat([dmoments[:, :-1], dmoments[:, -1:] + self.buffer[:, None]], 1)
         m = layer.block_momentum(block)
         if m is not None:
-            dmoments, dm, self.buffer = _scan_backward(m, dmoments, before, moments)
-            block.cut(self.momentum).add_(_per_chunk(dm, rule)[..., None, None] / block.chunk_size)
-        gradient = {1: _per_chunk(dmoments, rule).flatten(0, 2)}
+            dmoments, dm, self.buffer = scan_backward(m, dmoments, before, moments)
+            block.cut(self.momentum).add_(per_chunk(dm, rule)[..., None, None] / block.chunk_size)
+        gradient = {1: per_chunk(dmoments, rule).flatten(0, 2)}
         dtokens, dnet = self.tokens.map(block.cut), self.block_net(block, None)
         gradient_backward(layer.tokens.map(block.cut), gradient, layer.net(block), rule, dtokens, dnet, layer.read_keys)
 
