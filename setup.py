@@ -21,12 +21,14 @@ extras = {
     "train": ["accelerate", "datasets", "evaluate", "pillow"],
     "peft": ["peft"],
     "hub": ["jinja2"],  # for model cards
+    "quantization": ["torchao"],
     "triton": ["triton; sys_platform == 'linux'"],
 }
 extras["all"] = extras["train"] + extras["peft"] + extras["hub"] + extras["triton"]
 extras["examples"] = extras["train"] + ["matplotlib", "scikit-learn"]
 extras["nvs"] = extras["examples"] + ["pybullet"]  # a wheel for Python 3.11; built from source on others
-extras["test"] = [
+extras["test"] = extras["quantization"] + [
+    "lm_eval",
     "mkdocs",
     "mypy",
     "onnx",

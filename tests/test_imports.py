@@ -16,7 +16,7 @@ import hf_ttt
 SOURCE = Path(hf_ttt.__file__).parent
 FILES = sorted(SOURCE.rglob("*.py"))
 CORE = re.compile(r"(ttt_|cache_|configuration_|modeling_|processing_|image_processing_).*\.py")
-EXTRAS = {"accelerate", "datasets", "evaluate", "matplotlib", "pandas", "peft", "triton"}
+EXTRAS = {"accelerate", "datasets", "evaluate", "lm_eval", "matplotlib", "pandas", "peft", "torchao", "triton"}
 
 # what transformers itself loads for a model with a generation cache and for the Auto classes
 TRANSFORMERS = """
