@@ -17,13 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainerState
 
 from hf_ttt.data import SceneDataset, collate_scenes, sample_views
+from hf_ttt.hub import TrainerCardMixin
 from hf_ttt.metrics import LPIPS, PSNR, SSIM, load_lpips, view_squared_error, view_ssim
 
 logger = logging.getLogger(__name__)
 
+HALF_SIZE_SHARE = 0.6  # of the steps, by default
+KEPT_BYTES = 2**30  # views of float32 that are kept in memory
 STAGE_FIELDS = {"inputs": "num_input", "targets": "num_target", "size": "size"}
 
 
@@ -38,8 +41,9 @@ class RecipeArguments:
     curriculum: str | None = field(
         default=None,
         metadata={
-            "help": "Views and image size from steps on: '0:size=32,targets=2; 500:size=64'. Fields: inputs, targets, "
-            "size (a side, or HEIGHTxWIDTH)."
+            "help": "Views and image size from steps on (below 1, their share): '0:size=32,targets=2; 0.5:size=64'. "
+            "Fields: inputs, targets, size (a side, or HEIGHTxWIDTH). Default: images of half the size first, where "
+            "the patch size divides them, which are a quarter of the work; '' for none."
         },
     )
     clip_grad_norm: float = field(default=1.0, metadata={"help": "Gradients are scaled down to this norm; 0: never."})
@@ -57,11 +61,14 @@ class RecipeArguments:
         self.stages = parse_curriculum(self.curriculum)
 
 
-def parse_curriculum(text: str | None) -> list[tuple[int, dict[str, Any]]]:
+Stage = tuple[float, dict[str, Any]]  # from which step, or, below 1, share of all steps; what is set then
+
+
+def parse_curriculum(text: str | None) -> list[Stage]:
     """'0:size=32,targets=2; 500:size=64' → [(0, {"size": (32, 32), "num_target": 2}), (500, {"size": (64, 64)})]"""
-    stages = []
+    stages: list[Stage] = []
     for stage in filter(None, (part.strip() for part in (text or "").split(";"))):
-        found = re.fullmatch(r"(\d+):(.+)", stage)
+        found = re.fullmatch(r"(\d+|0?\.\d+):(.+)", stage)
         pairs = [
             re.fullmatch(r"\s*(\w+)=([1-9]\d*)(?:x([1-9]\d*))?\s*", part)
             for part in (found[2] if found else "").split(",")
@@ -77,11 +84,18 @@ def parse_curriculum(text: str | None) -> list[tuple[int, dict[str, Any]]]:
         for pair in pairs:
             number = int(pair[2])
             fields[STAGE_FIELDS[pair[1]]] = (number, int(pair[3] or number)) if pair[1] == "size" else number
-        stages.append((int(found[1]), fields))
+        stages.append((float(found[1]), fields))
     steps = [step for step, _ in stages]
     if steps != sorted(set(steps)):
         raise ValueError(f"--curriculum: the steps {steps} must grow")
     return stages
+
+
+def half_size_first(size: tuple[int, int], patch: int) -> list[Stage]:
+    """Stages that begin with half of this height and width; none where the patch size does not divide that."""
+    if any(side % (2 * patch) for side in size):
+        return []
+    return [(0, {"size": (size[0] // 2, size[1] // 2)}), (HALF_SIZE_SHARE, {"size": size})]
 
 
 def random_of(*parts: int) -> random.Random:
@@ -91,7 +105,7 @@ def random_of(*parts: int) -> random.Random:
 
 class TrainingViews(SceneDataset):
     """Views of scenes, several draws of each in an epoch, which depend on seed and epoch only: so a run that was
-    interrupted draws as one that was not.
+    interrupted draws as one that was not. Where all of them fit into `KEPT_BYTES`, each is read and resized once.
 
     Args:
         draws: of each scene in an epoch.
@@ -102,6 +116,9 @@ class TrainingViews(SceneDataset):
     def __init__(self, *args: Any, draws: int, seed: int, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.draws, self.run_seed, self.epoch = draws, seed, 0
+        self.num_views = sum(len(scene["file_path"]) for scene in self.scenes)
+        self.kept: dict[int, dict[str, Tensor]] = {}
+        self.kept_size: dict[str, int] = {}
 
     def __len__(self) -> int:
         return len(self.scenes) * self.draws
@@ -109,7 +126,28 @@ class TrainingViews(SceneDataset):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         draw, place = divmod(index, len(self.scenes))
         rng, scene = random_of(self.run_seed, self.epoch, draw, place), self.scenes[place]
-        return self.sample(scene, *sample_views(len(scene["file_path"]), self.num_input, self.num_target, rng))
+        inputs, targets = sample_views(len(scene["file_path"]), self.num_input, self.num_target, rng)
+        if self.processor.normalize_scene or not self.fit():
+            return self.sample(scene, inputs, targets)
+        views = self.views_of(place)
+        chosen = {f"target_{name}": value[targets] for name, value in views.items()}
+        return {**{name: value[inputs] for name, value in views.items()}, **chosen}
+
+    def fit(self) -> bool:
+        """Whether all views fit into `KEPT_BYTES`."""
+        height, width = self.processor.size.values()
+        return 3 * 4 * height * width * self.num_views <= KEPT_BYTES
+
+    def views_of(self, place: int) -> dict[str, Tensor]:
+        """All views of a scene as the model takes them."""
+        if self.kept_size != self.processor.size:
+            self.kept, self.kept_size = {}, self.processor.size
+        if place not in self.kept:
+            scene = self.scenes[place]
+            views = self._views(scene, range(len(scene["file_path"])))
+            found = self.processor(**views, camera_convention="opencv")
+            self.kept[place] = {name: value[0] for name, value in found.items()}
+        return self.kept[place]
 
 
 class Curriculum(TrainerCallback):
@@ -122,22 +160,23 @@ class Curriculum(TrainerCallback):
         views: the data set to train on; its processor should be its own.
     """
 
-    def __init__(self, stages: list[tuple[int, dict[str, Any]]], views: TrainingViews):
+    def __init__(self, stages: list[Stage], views: TrainingViews):
         self.stages, self.views = stages, views
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self.apply(state.global_step)
+        self.apply(state)
 
     def on_epoch_begin(self, args, state, control, **kwargs):
         self.views.epoch = int(state.epoch)
 
     def on_step_end(self, args, state, control, **kwargs):
-        self.apply(state.global_step)
+        self.apply(state)
 
-    def apply(self, step: int) -> None:
+    def apply(self, state: TrainerState) -> None:
         """Set what holds from the last stage on that has begun."""
         for start, fields in self.stages:
-            for name, value in fields.items() if start <= step else ():
+            first = start if start >= 1 else start * state.max_steps
+            for name, value in fields.items() if first <= state.global_step else ():
                 if name == "size":
                     self.views.processor.size = dict(zip(("height", "width"), value, strict=True))
                 else:
@@ -201,7 +240,7 @@ class ViewScores:
         return self.compute() if compute_result else {}
 
 
-class NVSTrainer(Trainer):
+class NVSTrainer(TrainerCardMixin, Trainer):
     """A `Trainer` whose loss in training is that of the model and, from a step on, LPIPS.
 
     Args:

@@ -24,11 +24,11 @@ from PIL import Image
 
 KINDS = ("sphere", "box", "cylinder")
 BACKGROUND = (1.0, 1.0, 1.0)
-FLOOR_HALF_WIDTH = 1.15
-FLOOR_HALF_THICKNESS = 0.04  # its top is at z = 0
-CAMERA_DISTANCE = 3.8
+FLOOR_HALF_WIDTH = 0.35
+FLOOR_HALF_THICKNESS = 0.012  # its top is at z = 0
+CAMERA_DISTANCE = 1.15  # about 1, so that no part of a ray (origin, direction, moment) outweighs the colours
 CAMERA_ELEVATIONS = (25.0, 65.0)  # degrees above the floor
-LOOK_AT = (0.0, 0.0, 0.15)
+LOOK_AT = (0.0, 0.0, 0.05)
 FOCAL_LENGTH = 1.2  # in widths of the image
 LIGHT = (0.4, 0.25, 0.88)  # where it comes from
 SUPERSAMPLING = 2  # rays or pixels of the renderer along a side of an image's pixel
@@ -79,7 +79,7 @@ Renderer = Callable[[SolidScene, np.ndarray, np.ndarray, tuple[int, int]], np.nd
 
 
 def random_scene(rng: random.Random) -> SolidScene:
-    """Two or three solids of different sizes and clear colours that stand on the floor and do not overlap."""
+    """Two or three solids of clear colours that stand on a floor of a paler one and do not overlap."""
     solids: list[Solid] = []
     for _ in range(rng.randint(2, 3)):
         for _ in range(TRIES):
@@ -87,22 +87,21 @@ def random_scene(rng: random.Random) -> SolidScene:
             if all(math.dist(solid.centre[:2], o.centre[:2]) > reach(solid) + reach(o) for o in solids):
                 solids.append(solid)
                 break
-    grey = rng.uniform(0.45, 0.85)
-    floor = tuple(min(max(grey + rng.uniform(-0.12, 0.12), 0.0), 1.0) for _ in range(3))
-    return SolidScene(tuple(solids), floor)
+    return SolidScene(tuple(solids), colour_of_any_hue(rng, 0.4, 0.85))
 
 
 def random_solid(rng: random.Random) -> Solid:
     """A solid somewhere on the floor."""
     kind = rng.choice(KINDS)
-    radius, height = rng.uniform(0.18, 0.32), rng.uniform(0.18, 0.38)
+    radius, height = rng.uniform(0.075, 0.12), rng.uniform(0.075, 0.135)
     half_sizes = {
         "sphere": (radius, radius, radius),
-        "box": (radius, rng.uniform(0.16, 0.28), height),
+        "box": (rng.uniform(0.066, 0.102), rng.uniform(0.066, 0.102), height),
         "cylinder": (radius, radius, height),
     }[kind]
-    place = tuple(rng.uniform(-0.7, 0.7) for _ in range(2))
-    return Solid(kind, (*place, half_sizes[2]), half_sizes, rng.uniform(0, math.pi), bright_colour(rng))
+    place = tuple(rng.uniform(-0.2, 0.2) for _ in range(2))
+    colour = colour_of_any_hue(rng, 0.1, 0.9)
+    return Solid(kind, (*place, half_sizes[2]), half_sizes, rng.uniform(0, math.pi), colour)
 
 
 def reach(solid: Solid) -> float:
@@ -110,11 +109,11 @@ def reach(solid: Solid) -> float:
     return math.hypot(*solid.half_sizes[:2]) if solid.kind == "box" else solid.half_sizes[0]
 
 
-def bright_colour(rng: random.Random) -> Colour:
-    """A colour of any hue, never grey."""
+def colour_of_any_hue(rng: random.Random, low: float, high: float) -> Colour:
+    """A colour of any hue, never grey: its least channel is `low` and its greatest `high`."""
     hue = rng.uniform(0, 6)
     channels = (min(max(abs((hue + shift) % 6 - 3) - 1, 0.0), 1.0) for shift in (0, 4, 2))
-    return tuple(0.1 + 0.8 * channel for channel in channels)  # type: ignore[return-value]
+    return tuple(low + (high - low) * channel for channel in channels)  # type: ignore[return-value]
 
 
 def look_at(eye: Sequence[float], target: Sequence[float], up: Sequence[float] = (0, 0, 1)) -> np.ndarray:
@@ -212,7 +211,7 @@ def pybullet_view(
     """One view [height, width, 3] (uint8)."""
     height, width = size
     fx, fy, cx, cy = intrinsics
-    near, far = 0.1, 20.0
+    near, far = 0.05, 10.0
     to_camera = np.diag([1.0, -1.0, -1.0, 1.0]) @ np.linalg.inv(camera_to_world)  # OpenGL looks along −z, y upwards
     projection = np.array(
         [

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from nvs_recipe import NVSTrainer, RecipeArguments, TrainingViews, ViewScores, random_of
+from nvs_recipe import NVSTrainer, RecipeArguments, TrainingViews, ViewScores, half_size_first, random_of
 from nvs_solids import write_scenes
 from render_turntable import contact_sheet
 from torch import Tensor
@@ -40,7 +40,7 @@ from hf_ttt.modeling_lact_nvs import to_scene
 
 logger = logging.getLogger(__name__)
 
-MINI = {  # widths so small need greater initial weights than the published ones, to begin to learn soon
+MINI = {
     "hidden_size": 128,
     "num_hidden_layers": 4,
     "block_config": [
@@ -48,7 +48,8 @@ MINI = {  # widths so small need greater initial weights than the published ones
         {"type": "ttt", "head_dim": 32},
         {"type": "mlp"},
     ],
-    "initializer_range": 0.1,
+    "initializer_range": 0.1,  # widths so small need greater initial weights than the published ones
+    "ttt_read_with": "key",  # what is written by like tokens is read by them from the first step on
 }
 SIZE_FIELDS = ("hidden_size", "num_hidden_layers", "block_config")
 TRIVIAL = {
@@ -72,8 +73,11 @@ class ModelArguments:
     size: Literal["mini", "l12_ttt1x", "l14_ttt2x", "l24_ttt2x", "l24_ttt4x"] = field(
         default="mini", metadata={"help": "A published size, or one for small images on a CPU (mini)."}
     )
-    variant: Literal["baseline", "variant1", "variant2", "variant3", "variant4", "variant5", "variant6"] = field(
-        default="baseline", metadata={"help": "Row of the paper's Table 2."}
+    variant: Literal["baseline", "variant1", "variant2", "variant3", "variant4", "variant5", "variant6"] | None = field(
+        default=None,
+        metadata={
+            "help": "Row of the paper's Table 2. Default: variant6 for size mini, which learns soonest; else baseline."
+        },
     )
     ttt_implementation: Literal["auto", "recurrent", "parallel"] | None = field(
         default=None, metadata={"help": "Evaluation of the TTT layers. Default: what the configuration says."}
@@ -127,9 +131,9 @@ class DataArguments:
 class NVSTrainingArguments(TrainingArguments):
     """`TrainingArguments` with defaults for the solids, and no need for --use_cpu without an accelerator."""
 
-    per_device_train_batch_size: int = field(default=2, metadata={"help": "Scenes in a batch of training."})
+    per_device_train_batch_size: int = field(default=4, metadata={"help": "Scenes in a batch of training."})
     per_device_eval_batch_size: int = field(default=8, metadata={"help": "Scenes in a batch of evaluation."})
-    max_steps: int = field(default=2400, metadata={"help": "Steps of training."})
+    max_steps: int = field(default=4000, metadata={"help": "Steps of training."})
     learning_rate: float = field(default=2e-3, metadata={"help": "Greatest learning rate."})
     lr_scheduler_type: str = field(default="cosine", metadata={"help": "How the learning rate falls."})
     warmup_steps: float = field(default=0.05, metadata={"help": "Steps of warm-up; below 1, their share."})
@@ -182,8 +186,11 @@ def parse_arguments(args: list[str] | None) -> Arguments:
         parsed = Arguments(*parser.parse_args_into_dataclasses(args))
     if not parsed.training.do_train and not parsed.training.do_eval:
         raise ValueError("nothing to do: give --do_train, --do_eval or both")
-    if parsed.recipe.stages and parsed.training.dataloader_num_workers:
-        raise ValueError("--curriculum needs --dataloader_num_workers 0: other processes do not see a stage begin")
+    if parsed.recipe.curriculum != "" and parsed.training.dataloader_num_workers:
+        raise ValueError(
+            "--curriculum needs --dataloader_num_workers 0, since other processes do not see a stage begin; or give "
+            "--curriculum '' for none, which is not the default"
+        )
     return parsed
 
 
@@ -279,12 +286,12 @@ def load_model(model_args: ModelArguments, checkpoint: str | None) -> LaCTNVSMod
     chosen = {} if model_args.ttt_implementation is None else {"ttt_implementation": model_args.ttt_implementation}
     if name is not None:
         return LaCTNVSModel.from_pretrained(name, dtype=torch.float32, **chosen)
-    size = MINI
+    size, variant = MINI, "variant6"
     if model_args.size != "mini":
         published = LaCTNVSConfig.size(model_args.size)
-        size = {name: getattr(published, name) for name in SIZE_FIELDS}
+        size, variant = {name: getattr(published, name) for name in SIZE_FIELDS}, "baseline"
     overrides = parse_overrides(model_args.config_overrides, LaCTNVSConfig)
-    return LaCTNVSModel(LaCTNVSConfig.variant(model_args.variant, **{**size, **chosen, **overrides}))
+    return LaCTNVSModel(LaCTNVSConfig.variant(model_args.variant or variant, **{**size, **chosen, **overrides}))
 
 
 def check_sizes(args: Arguments, processor: LaCTNVSProcessor, patch: int) -> None:
@@ -489,6 +496,8 @@ def run(args: Arguments) -> dict[str, float]:
     set_seed(training.seed)
     model, processor = load_model(args.model, checkpoint), load_processor(args, checkpoint)
     check_sizes(args, processor, model.config.patch_size)
+    if args.recipe.curriculum is None:
+        args.recipe.stages = half_size_first(tuple(processor.size.values()), model.config.patch_size)
     scenes, new_scenes = split_scenes(read_scenes(args, max(processor.size.values())), data.held_out_scenes)
     logger.info(f"{model.num_parameters():,} parameters; {len(scenes)} scenes, {len(new_scenes)} more are held out")
 
@@ -512,7 +521,11 @@ def run(args: Arguments) -> dict[str, float]:
     if training.do_train and trainer.is_world_process_zero():
         plot_history(trainer.state.log_history, Path(training.output_dir) / "loss_curve.png")
     if training.do_train:
-        (trainer.push_to_hub if training.push_to_hub else trainer.create_model_card)()
+        publish = trainer.push_to_hub if training.push_to_hub else trainer.create_model_card
+        measured = {name: metrics[name] for name in metrics if name.startswith(tuple(f"{kind}_" for kind in SETS))}
+        publish(
+            dataset="solids on a floor" if data.scenes is None else Path(data.scenes).name, metrics=measured or None
+        )
     return metrics
 
 

@@ -3,7 +3,6 @@
 
 import json
 import math
-import random
 import shutil
 import sys
 from pathlib import Path
@@ -53,10 +52,6 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return AutoModel.from_pretrained(folder).state_dict()
 
 
-def a_scene(seed: int = 0) -> solids.SolidScene:
-    return solids.random_scene(random.Random(seed))
-
-
 @pytest.fixture(scope="module")
 def scenes(tmp_path_factory) -> Path:
     """Three scenes of eight views of 24 × 24 pixels."""
@@ -73,118 +68,6 @@ def trained(tmp_path_factory, scenes) -> Path:
     return folder
 
 
-# ---- scenes of solids ----
-
-
-def test_same_seed_same_scenes(scenes, tmp_path):
-    """The first scene does not depend on how many there are; another seed gives another."""
-    again = solids.write_scenes(tmp_path / "again", 1, 8, 24, render=ray_caster.render)
-    other = solids.write_scenes(tmp_path / "other", 1, 8, 24, seed=1, render=ray_caster.render)
-    first = Path("solids-0000")
-    for name in ("opencv_cameras.json", "contents.json", "images/007.png"):
-        assert (scenes / first / name).read_bytes() == (again / first / name).read_bytes()
-        assert (scenes / first / name).read_bytes() != (other / first / name).read_bytes()
-
-
-def test_scenes_that_are_there_are_kept(scenes):
-    before = (scenes / "solids-0000" / "images" / "000.png").stat().st_mtime_ns
-    assert solids.write_scenes(scenes, 3, 8, 24, render=None) == scenes  # nothing renders
-    assert (scenes / "solids-0000" / "images" / "000.png").stat().st_mtime_ns == before
-    with pytest.raises(ValueError, match="holds scenes of .*'views': 8.* give another folder"):
-        solids.write_scenes(scenes, 3, 9, 24, render=None)
-
-
-@pytest.mark.parametrize("name", ["count", "views", "size"])
-def test_numbers_of_scenes_below_one(name, tmp_path):
-    with pytest.raises(ValueError, match=f"{name}=0 must be at least 1"):
-        solids.write_scenes(tmp_path, **{"count": 1, "views": 1, "size": 16, name: 0})
-
-
-def test_pybullet_is_asked_for_by_name(monkeypatch):
-    monkeypatch.setitem(sys.modules, "pybullet", None)
-    with pytest.raises(ImportError, match=r"pip install hf-ttt\[nvs\]"):
-        solids.render_pybullet(a_scene(), np.eye(4)[None], np.ones((1, 4)), (16, 16))
-
-
-def test_solids_stand_on_the_floor_apart_from_each_other():
-    for seed in range(50):
-        scene = a_scene(seed)
-        assert 2 <= len(scene.solids) <= 3 and len(scene.all_solids) == len(scene.solids) + 1
-        for i, solid in enumerate(scene.solids):
-            assert solid.centre[2] == solid.half_sizes[2]
-            for other in scene.solids[:i]:
-                assert math.dist(solid.centre[:2], other.centre[:2]) > solids.reach(solid) + solids.reach(other)
-
-
-def test_cameras_look_at_the_middle_from_the_dome():
-    poses = solids.random_cameras(random.Random(3), 40)
-    rotation, places = poses[:, :3, :3], poses[:, :3, 3] - solids.LOOK_AT
-    np.testing.assert_allclose(rotation @ rotation.transpose(0, 2, 1), np.tile(np.eye(3), (40, 1, 1)), atol=1e-12)
-    np.testing.assert_allclose(np.linalg.det(rotation), 1)
-    np.testing.assert_allclose(rotation[:, :, 2], -places / solids.CAMERA_DISTANCE, atol=1e-12)
-    assert (rotation[:, 2, 1] < 0).all()  # y is downwards
-    elevations = np.degrees(np.arcsin(places[:, 2] / solids.CAMERA_DISTANCE))
-    assert 25 <= elevations.min() < 35 and 55 < elevations.max() <= 65
-
-
-def test_look_at_by_hand():
-    """From the positive x axis to the origin: right is y, down is −z, ahead is −x."""
-    expected = [[0, 0, -1, 2], [1, 0, 0, 0], [0, -1, 0, 0], [0, 0, 0, 1]]
-    np.testing.assert_allclose(solids.look_at([2, 0, 0], [0, 0, 0]), expected, atol=1e-12)
-    with pytest.raises(ValueError, match="looks along up"):
-        solids.look_at([0, 0, 2], [0, 0, 0])
-
-
-def test_ray_caster_sees_a_sphere_and_the_floor_where_they_are():
-    """A sphere of radius 0.5 at distance 4, seen with focal length 40, has radius 40 · 0.5 / √(4² − 0.5²) = 5.04."""
-    sphere = solids.Solid("sphere", (0, 0, 0), (0.5,) * 3, 0.0, (1, 0, 0))
-    scene = SimpleNamespace(all_solids=(sphere,))
-    pose = solids.look_at([4, 0, 0], [0, 0, 0])
-    seen, normals = ray_caster.first_hits(scene, pose, (40.0, 40.0, 16.0, 12.0), (24, 32), fine=8)
-    radius = math.sqrt((seen == 0).sum() / 64 / math.pi)
-    assert radius == pytest.approx(40 * 0.5 / math.sqrt(4**2 - 0.5**2), rel=2e-3)
-    rows, columns = np.nonzero(seen == 0)
-    assert ((rows + 0.5) / 8).mean() == pytest.approx(12) and ((columns + 0.5) / 8).mean() == pytest.approx(16)
-    np.testing.assert_allclose(normals[96, 128], [1, 0, 0], atol=0.02)
-
-
-@pytest.mark.parametrize("kind", solids.KINDS)
-def test_ray_caster_projects_solids_as_the_model_casts_rays(kind):
-    """A point that a ray meets lies on the solid's surface; the rays are those of the model."""
-    from hf_ttt.modeling_lact_nvs import pixel_rays
-
-    solid = solids.Solid(kind, (0.3, -0.2, 0.4), (0.3, 0.3, 0.4) if kind != "sphere" else (0.3,) * 3, 0.7, (1, 0, 0))
-    pose, camera = solids.look_at([2, 1, 1.5], [0.2, 0, 0.3]), (30.0, 34.0, 11.0, 9.0)
-    directions = ray_caster.ray_directions(pose, camera, (18, 20), fine=1)
-    _, expected = pixel_rays(torch.tensor(camera)[None, None].double(), torch.tensor(pose)[None, None], 18, 20)
-    np.testing.assert_allclose(directions, expected.reshape(-1, 3).numpy(), atol=1e-12)
-    distance, normal = ray_caster.intersect(solid, pose[:3, 3], directions)
-    hit = np.isfinite(distance)
-    assert 5 < hit.sum() < 200 and ((normal[hit] * directions[hit]).sum(1) < 0).all()  # faces the camera
-    c, s = math.cos(solid.turn), math.sin(solid.turn)
-    points = pose[:3, 3] + distance[hit, None] * directions[hit] - solid.centre
-    x, y, z = (points @ np.array([[c, -s, 0], [s, c, 0], [0, 0, 1]])).T
-    a, _, b = solid.half_sizes
-    surface = {
-        "sphere": np.sqrt(x**2 + y**2 + z**2) / a,
-        "box": np.max(np.abs([x / a, y / a, z / b]), 0),
-        "cylinder": np.maximum(np.hypot(x, y) / a, np.abs(z) / b),
-    }[kind]
-    np.testing.assert_allclose(surface, 1, atol=1e-9)
-
-
-def test_pybullet_and_the_ray_caster_see_the_same():
-    """What is not background overlaps by 97 % at least, and colours are alike, with a camera that is not centred."""
-    pytest.importorskip("pybullet", reason="the renderer of solids, an optional extra, is not installed")
-    for seed in range(3):
-        scene, poses = a_scene(seed), solids.random_cameras(random.Random(seed), 4)
-        cameras = np.tile([77.0, 70.0, 30.0, 27.0], (4, 1))
-        views = [render(scene, poses, cameras, (48, 64)) for render in (solids.render_pybullet, ray_caster.render)]
-        first, second = (view.min(-1) < 250 for view in views)
-        assert (first & second).sum() / (first | second).sum() > 0.97
-        assert np.abs(views[0].astype(float) - views[1]).mean() < 6
-
-
 # ---- training ----
 
 
@@ -197,6 +80,8 @@ def test_four_steps_write_what_a_user_expects(trained):
     results = read_json(trained / "comparison.json")
     assert set(results) == {"views", "scenes"} and set(results["views"]) == set(example.PREDICTORS)
     assert "other_inputs" not in results["scenes"]  # there is one scene only
+    card = (trained / "README.md").read_text(encoding="utf-8")
+    assert "views_psnr" in card and "\ndatasets" not in card  # a folder of scenes is no data set of the Hub
     history = read_json(trained / "trainer_state.json")["log_history"]
     last = [log for log in history if "eval_views_psnr" in log][-1]
     assert last["eval_views_psnr"] == pytest.approx(results["views"]["model"]["psnr"], rel=1e-5)
@@ -385,19 +270,79 @@ def test_a_poisoned_batch_leaves_the_weights_as_they_are(scenes, tmp_path):
         assert torch.equal(value, before[name]), name
 
 
+def test_views_that_are_kept_are_those_that_are_read(scenes, monkeypatch):
+    """Also after the size changed; each image is opened once for a size. What does not fit, and scenes that their
+    input views normalise, are read each time."""
+    rows = list(load_scenes(scenes))[:2]
+    opened = []
+    read = recipe.TrainingViews._views
+    monkeypatch.setattr(
+        recipe.TrainingViews, "_views", staticmethod(lambda scene, chosen: opened.extend(chosen) or read(scene, chosen))
+    )
+
+    def make(**fields):
+        processor = hf_ttt.LaCTNVSProcessor(size=24, **fields)
+        return recipe.TrainingViews(rows, processor, 2, 3, draws=4, seed=0)
+
+    views = make()
+    for size in ({"height": 24, "width": 24}, {"height": 8, "width": 16}):
+        views.processor.size = size
+        kept = [views[i] for i in range(8)]
+        assert len(opened) == 16
+        with monkeypatch.context() as patch:
+            patch.setattr(recipe, "KEPT_BYTES", 2 * 8 * 3 * 4 * size["height"] * size["width"] - 1)
+            torch.testing.assert_close(kept, [views[i] for i in range(8)])
+        assert len(opened) == 16 + 8 * 5
+        opened.clear()
+    normalised = make(normalize_scene=True)
+    assert [sample["world_to_scene"].shape for sample in (normalised[0], normalised[2])] == [(4, 4)] * 2
+    assert len(opened) == 10
+
+
+def test_half_size_first():
+    """Only where the patch size divides the halves; from 0.6 of the steps on the images have their own size."""
+    assert recipe.half_size_first((64, 96), 8) == [(0, {"size": (32, 48)}), (0.6, {"size": (64, 96)})]
+    assert recipe.half_size_first((64, 72), 8) == []
+
+
+def test_training_begins_with_half_the_size_by_default(scenes, tmp_path, monkeypatch):
+    """Of 5 steps 3, and the one that was drawn ahead; not with --curriculum ''."""
+    seen = []
+    loss = recipe.NVSTrainer.compute_loss
+
+    def watched(self, model, inputs, *args, **kwargs):
+        if model.training:
+            seen.append(inputs["pixel_values"].shape[-1])
+        return loss(self, model, inputs, *args, **kwargs)
+
+    monkeypatch.setattr(recipe.NVSTrainer, "compute_loss", watched)
+    options = ["--scenes", str(scenes), *FEW[3:], "--image_size", "16", "--max_steps", "5", "--save_strategy", "no"]
+    options += [*TINY, "--do_train", "--disable_tqdm", "true"]
+    example.main(["--output_dir", str(tmp_path / "a"), *options])
+    assert seen[:3] == [8, 8, 8] and seen[-1] == 16 and len(seen) == 5
+    seen.clear()
+    example.main(["--output_dir", str(tmp_path / "b"), *options, "--curriculum", ""])
+    assert seen == [16] * 5
+
+
 def test_curriculum_by_hand(scenes):
     """A stage keeps what it does not name, and a run that is resumed begins in the stage it was in."""
-    stages = recipe.parse_curriculum("0:size=16,targets=1; 3:size=8x16; 5:inputs=3,targets=2")
+    assert recipe.parse_curriculum("0.25:inputs=3; .5:targets=1") == [
+        (0.25, {"num_input": 3}),
+        (0.5, {"num_target": 1}),
+    ]
+    stages = recipe.parse_curriculum("0:size=16,targets=1; 0.3:size=8x16; 5:inputs=3,targets=2")
     assert stages == [
         (0, {"size": (16, 16), "num_target": 1}),
-        (3, {"size": (8, 16)}),
+        (0.3, {"size": (8, 16)}),
         (5, {"num_input": 3, "num_target": 2}),
     ]
     views = recipe.TrainingViews(list(load_scenes(scenes)), hf_ttt.LaCTNVSProcessor(size=24), 2, 2, draws=1, seed=0)
     curriculum = recipe.Curriculum(stages, views)
     shapes = {}
     for step in (0, 2, 3, 5, 9):
-        (curriculum.on_step_end if step else curriculum.on_train_begin)(None, TrainerState(global_step=step), None)
+        state = TrainerState(global_step=step, max_steps=10)
+        (curriculum.on_step_end if step else curriculum.on_train_begin)(None, state, None)
         shapes[step] = [tuple(views[0][name].shape) for name in ("pixel_values", "target_pixel_values")]
     assert shapes[0] == shapes[2] == [(2, 3, 16, 16), (1, 3, 16, 16)]
     assert shapes[3] == [(2, 3, 8, 16), (1, 3, 8, 16)]
@@ -443,15 +388,18 @@ def test_lpips_joins_the_loss_at_its_step(scenes, tmp_path, monkeypatch):
     assert read_json(tmp_path / "comparison.json")["views"]["mean_input"]["lpips"] == 10
 
 
-@pytest.mark.parametrize("variant", ["baseline", "variant2", "variant6"])
+@pytest.mark.parametrize("variant", ["baseline", "variant2", "variant6", None])
 def test_configuration_has_the_size_and_the_variant(variant):
+    """Without a variant the small model is variant 6, and a published one the baseline."""
     arguments = example.ModelArguments(variant=variant, config_overrides="patch_size=4,num_hidden_layers=1")
     config = example.load_model(arguments, None).config
     assert config.patch_size == 4 and config.num_hidden_layers == 1
-    assert config.hidden_size == example.MINI["hidden_size"] and config.use_muon == (variant != "variant6")
+    assert config.hidden_size == example.MINI["hidden_size"] and config.use_muon == (
+        variant in ("baseline", "variant2")
+    )
     with torch.device("meta"):
         published = example.load_model(example.ModelArguments(size="l12_ttt1x"), None)
-    assert 135.2e6 < published.num_parameters() < 135.4e6
+    assert 135.2e6 < published.num_parameters() < 135.4e6 and published.config.use_muon
 
 
 OUT = ["--output_dir", "out", "--do_train"]
@@ -471,7 +419,9 @@ OUT = ["--output_dir", "out", "--do_train"]
         ([*OUT, "--curriculum", "0:depth=2"], "--curriculum: '0:depth=2' is not STEP:field=number"),
         ([*OUT, "--curriculum", "0:targets=2x3"], "--curriculum: '0:targets=2x3' is not STEP:field=number"),
         ([*OUT, "--curriculum", "0:targets=0"], "--curriculum: '0:targets=0' is not STEP:field=number"),
-        ([*OUT, "--curriculum", "5:size=32;5:size=64"], r"--curriculum: the steps \[5, 5\] must grow"),
+        ([*OUT, "--curriculum", "5:size=32;5:size=64"], r"--curriculum: the steps \[5.0, 5.0\] must grow"),
+        ([*OUT, "--curriculum", "1.5:size=32"], "--curriculum: '1.5:size=32' is not STEP:field=number"),
+        ([*OUT, "--dataloader_num_workers", "1"], "or give --curriculum '' for none"),
         ([*OUT, "--curriculum", "5:size=32", "--dataloader_num_workers", "1"], "--curriculum needs --dataloader_num_w"),
     ],
 )
