@@ -367,7 +367,7 @@ def test_assisted_generation_is_refused(baseline):
             baseline.generate(ids, max_new_tokens=4, **settings)
 
 
-@pytest.mark.parametrize("implementation", ["static", "quantized", "offloaded", "offloaded_static"])
+@pytest.mark.parametrize("implementation", ["quantized", "offloaded", "offloaded_static"])
 def test_other_cache_implementations_are_refused(baseline, implementation):
     with pytest.raises(ValueError, match=f"cache_implementation='{implementation}' cannot hold fast weights"):
         baseline.generate(token_ids(1, 5), max_new_tokens=3, cache_implementation=implementation)

@@ -15,7 +15,7 @@ from transformers import (
 )
 from transformers.utils import is_vision_available
 
-from .cache_ttt import TTTCache
+from .cache_ttt import TTTCache, TTTStaticCache
 from .configuration_lact import LaCTConfig
 from .configuration_lact_nvs import LaCTNVSConfig
 from .configuration_vittt import HViTTTConfig, ViTTTConfig
@@ -54,6 +54,7 @@ __all__ = [
     "TTTInterface",
     "TTTRule",
     "TTTState",
+    "TTTStaticCache",
     "ViTTTBackbone",
     "ViTTTConfig",
     "ViTTTForImageClassification",

@@ -31,8 +31,9 @@ from transformers.utils import can_return_tuple, logging
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from .cache_ttt import TTTCache
+from .cache_ttt import CACHE_KEY, TTTCache, static_cache
 from .configuration_lact import LaCTConfig
+from .decoding_ttt import TTTDecodingMixin
 from .modeling_ttt import TTTPreTrainedModel, accumulation_dtype, keep_unused
 from .ttt_interface import CallSize
 from .ttt_layout import (
@@ -48,8 +49,6 @@ from .ttt_state import ttt_init
 
 logger = logging.get_logger(__name__)
 
-# transformers 5.24 renamed the argument and output field `past_key_values` to `cache`
-CACHE_KEY = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
 INNER_NORM_EPS = 1e-5  # of the query, key and TTT-output norms and the l2 norm, as published
 BASE_RATE = 0.001  # rate at a linear output of zero
 AUTO_MAP = {
@@ -253,7 +252,7 @@ class LaCTAttention(nn.Module):
         out = self.ttt_norm(out)
         if config.learnable_ttt_scale:
             out = out * F.silu(self.ttt_scale_proj(hidden_states)).to(out.dtype)[..., None]
-        if not config.ttt_learnable_lr:
+        if not config.ttt_learnable_lr and torch.is_grad_enabled():
             out = keep_unused(out, self.lr_proj.weight, self.lr_proj.bias)
         return out.flatten(2).to(dtype)
 
@@ -378,9 +377,10 @@ class LaCTModel(LaCTPreTrainedModel):
         Args:
             input_ids: [B, T]; or inputs_embeds: [B, T, D].
             attention_mask: [B, past + T], 1 at real tokens and 0 at padding on the left or right. Chunks and positions
-                count from a row's first real token.
+                count from a row's first real token. With a `TTTStaticCache`, which remembers it, also [B, T].
             position_ids: [B, T]; where they restart, a packed document begins (without padding and cache).
-            cache: `TTTCache` (or an empty `DynamicCache`) with the tokens before; also `past_key_values`.
+            cache: `TTTCache`, `TTTStaticCache` (or an empty `DynamicCache`) with the tokens before; also
+                `past_key_values`.
             use_cache: whether to return a cache.
             cu_seqlens: boundaries of packed documents in a batch of 1; also `cu_seq_lens_q`.
 
@@ -395,7 +395,9 @@ class LaCTModel(LaCTPreTrainedModel):
         cache = past_key_values if cache is None else cache
         cu_seqlens = kwargs.get("cu_seq_lens_q") if cu_seqlens is None else cu_seqlens
         past = 0 if cache is None else cache.get_seq_length()
-        mask, new_mask = padding_mask(attention_mask, hidden_states, past)
+        only_new = attention_mask is not None and attention_mask.shape == hidden_states.shape[:2]
+        covered = 0 if only_new and static_cache(cache) else past
+        mask, new_mask = padding_mask(attention_mask, hidden_states, covered)
         cu_seqlens = document_boundaries(
             cu_seqlens, position_ids if mask is None and past == 0 else None, hidden_states
         )
@@ -411,16 +413,19 @@ class LaCTModel(LaCTPreTrainedModel):
             cache = TTTCache(self.config) if cache is None else TTTCache.adopt(cache, self.config)
 
         restarting = document_positions(cu_seqlens, hidden_states)
-        if position_ids is None:
-            position_ids = restarting
-        if position_ids is None:
-            position_ids = real_positions(mask, hidden_states, past)
-        layout = self._layout(hidden_states, new_mask, cu_seqlens, cache)
+        static, layout = static_cache(cache), None
+        if static is not None:
+            mask, positions, layout = static.begin_call(hidden_states, new_mask)
+        else:
+            positions = real_positions(mask, hidden_states, past) if restarting is None else restarting
+        position_ids = positions if position_ids is None else position_ids
+        if layout is None:
+            layout = self._layout(hidden_states, new_mask, cu_seqlens, cache)
         masks = {
             "config": self.config,
             "inputs_embeds": hidden_states,
             "attention_mask": mask,
-            CACHE_KEY: cache,
+            CACHE_KEY: cache if static is None else static.geometry,
             "position_ids": restarting,  # read only to find documents
         }
         make_mask = create_causal_mask if self.config.window_size is None else create_sliding_window_causal_mask
@@ -466,7 +471,7 @@ def _check_empty(cache: Cache | None) -> None:
         )
 
 
-class LaCTForCausalLM(LaCTPreTrainedModel, GenerationMixin):
+class LaCTForCausalLM(TTTDecodingMixin, LaCTPreTrainedModel, GenerationMixin):
     """The LaCT language model with a head that predicts the next token."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embeddings.weight"}
@@ -519,17 +524,6 @@ class LaCTForCausalLM(LaCTPreTrainedModel, GenerationMixin):
             attentions=outputs.attentions,
             **{CACHE_KEY: outputs.get(CACHE_KEY)},
         )
-
-    def _prepare_cache_for_generation(self, generation_config, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any):
-        if generation_config.cache_implementation not in (None, "dynamic"):
-            raise ValueError(
-                f"cache_implementation={generation_config.cache_implementation!r} cannot hold fast weights; "
-                "leave it None or set it to 'dynamic'"
-            )
-        if model_kwargs.get(CACHE_KEY) is None and generation_config.use_cache is not False:
-            model_kwargs[CACHE_KEY] = TTTCache(self.config)
-            return None
-        return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
 
 
 class LaCTForSequenceClassification(LaCTPreTrainedModel):

@@ -247,7 +247,7 @@ def _evaluate_within_chunk(q, tokens, state: TTTState, layout: TTTLayout, rule, 
             continue
         if slots is None:
             slots = x.new_zeros(layout.rows, layout.chunk_size, *x.shape[2:])
-        elif not in_place or slots.requires_grad or (slots.is_inference() and not torch.is_inference_mode_enabled()):
+        elif not in_place or slots.requires_grad or _only_for_inference_mode(slots):
             slots = slots.clone()
         pending[name] = layout.append(x, slots)
     state = replace(state, **pending, count=layout.new_counts(q.device))
@@ -261,6 +261,11 @@ def _evaluate_within_chunk(q, tokens, state: TTTState, layout: TTTLayout, rule, 
         fast = FastWeights(*map(lambda w, p: _put_rows(w, p, rows, layout.rows), whole, part))
         state = _with_fast_weights(state, fast)
     return out, state
+
+
+def _only_for_inference_mode(x: Tensor) -> bool:
+    """Whether x was made in inference mode and may not be written here; a graph that is compiled cannot ask that."""
+    return not torch.compiler.is_compiling() and x.is_inference() and not torch.is_inference_mode_enabled()
 
 
 def _join_rows(parts: Sequence[Tensor | None], sizes: list[int], order: Tensor) -> Tensor | None:
