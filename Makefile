@@ -16,7 +16,7 @@ OLDEST_TESTS := tests/test_generation_lact.py tests/test_cache_ttt.py tests/test
                 tests/test_packing_lact.py tests/test_modeling_lact.py tests/test_modeling_lact_loading.py tests/test_vittt_golden.py \
                 tests/test_image_processing_vittt.py tests/test_remote_code_vittt.py \
                 tests/test_modeling_lact_nvs.py tests/test_processing_lact_nvs.py tests/test_remote_code_lact_nvs.py \
-                tests/test_scene_lact_nvs.py
+                tests/test_scene_lact_nvs.py tests/test_serving.py
 BENCHMARKS := $(wildcard benchmarks/bench_*.py)
 
 VENV := .venv/bin/python
