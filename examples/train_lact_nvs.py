@@ -233,7 +233,7 @@ def read_scenes(args: Arguments, side: int) -> list[dict[str, Any]]:
     path = data.scenes
     if path is None:
         with training.main_process_first(desc="rendering solids"):
-            folder = Path(training.output_dir) / "solids"
+            folder = Path(training.output_dir) / "_solids"
             path = write_scenes(folder, data.solid_scenes, data.solid_views, side, training.seed)
     scenes = list(load_scenes(path, data.scene_format))
     most = {

@@ -124,7 +124,7 @@ def test_evaluating_a_saved_model_on_solids(trained, tmp_path, monkeypatch):
     options = ["--model_name_or_path", str(trained), "--do_eval", "--solid_scenes", "4", "--solid_views", "7"]
     metrics = example.main(["--output_dir", str(tmp_path), *options, *FEW[3:], "--held_out_scenes", "2"])
     assert {"views_psnr", "scenes_gain_over_trivial", "scenes_cost_of_other_inputs"} <= set(metrics)
-    assert Image.open(tmp_path / "solids" / "solids-0003" / "images" / "006.png").size == (24, 24)
+    assert Image.open(tmp_path / "_solids" / "solids-0003" / "images" / "006.png").size == (24, 24)
     assert not (tmp_path / "model.safetensors").exists()
 
 

@@ -56,7 +56,9 @@ def test_first_ten_minutes(tmp_path):
             )
             assert done.returncode == 0, done.stdout[-6000:]
         for name in ("text", "digits", "solids"):
-            assert {"README.md", "config.json", "model.safetensors"} <= set(hub.files(f"{USER}/{name}"))
+            files = set(hub.files(f"{USER}/{name}"))
+            assert {"README.md", "config.json", "model.safetensors"} <= files
+            assert not any(file.endswith((".png", ".bin")) and "/" in file for file in files)  # no scenes, no optimizer
     metrics = {
         name: json.loads((tmp_path / f"{name}-again/eval_results.json").read_text())
         for name in ("text", "digits", "solids")

@@ -158,7 +158,7 @@ def child_publishes(root):
     weights = root / "cut" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     shutil.copytree(root / "lact", root / "leftovers")
-    for name in ("training_args.bin", "optimizer.pt", "checkpoint-3/config.json", ".secret", "runs/log"):
+    for name in ("training_args.bin", "optimizer.pt", "checkpoint-3/config.json", ".secret", "runs/log", "_a/b"):
         (root / "leftovers" / name).parent.mkdir(exist_ok=True)
         (root / "leftovers" / name).write_text("x")
     assert not command("card", root / "leftovers", "--overwrite")[0]
@@ -247,7 +247,7 @@ def test_push_command(hub, published):
     assert repository.private and repository.branches.keys() == {"main", "next", "refs/pr/3"}
     assert re.search(r"/discussions/\d+$", done["request"][1].strip())
     files = hub.files("me/commanded")
-    assert not any(re.search("training_args|optimizer|checkpoint|secret|runs", path) for path in files)
+    assert not any(re.search("training_args|optimizer|checkpoint|secret|runs|_a/", path) for path in files)
     assert 'from_pretrained("me/commanded"' in files["README.md"].decode()
     assert is_generated(files["README.md"].decode())
 

@@ -18,7 +18,7 @@ from .cards import HUB_ID, empty_model, is_generated, model_class, sealed
 # What a Trainer leaves beside a model, and what must not leave a machine: training_args.bin is a pickle with the token.
 _LEFT_OUT = (
     ".*",
-    "__pycache__",
+    "_*",
     "checkpoint-*",
     "runs",
     "training_args.bin",
@@ -41,8 +41,9 @@ def push(
 ) -> CommitInfo:
     """Push a folder with a model and its card, in one commit: if it fails, the branch is what it was before.
 
-    Files of a `Trainer` that are not part of the model (checkpoints, optimizer, `training_args.bin`) and hidden files
-    stay behind. In a card that hf-ttt wrote, the name of the repository is filled in.
+    Files of a `Trainer` that are not part of the model (checkpoints, optimizer, `training_args.bin`) stay behind, and
+    so do those whose names begin with a dot or an underscore. In a card that hf-ttt wrote, the name of the repository
+    is filled in.
 
     Args:
         folder: what `save_pretrained` or a `Trainer` wrote.
